@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli import jsonl
-from rlhf_cli.commands.init.pairs import balance_lengths
+from rlhf_cli.commands.init.parts import balance_lengths
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine

@@ -64,10 +64,19 @@ def init(
     if preset == "preferences":
         from rlhf_cli.commands.init import preferences
 
-        preferences.init(
-            folder, data=data, base=base, columns=column or [], plain=plain, balance_length=balance_length,
-            minutes=minutes, adapters=adapters or "auto", gpu=gpu, baselines=baselines, seed=seed,
-        )  # fmt: skip
+        options = preferences.PreferencesOptions(
+            data=data,
+            base=base,
+            columns=column or [],
+            plain=plain,
+            balance_length=balance_length,
+            minutes=minutes,
+            adapters=adapters or "auto",
+            gpu=gpu,
+            baselines=baselines,
+            seed=seed,
+        )
+        preferences.init(folder, options)
         return
     if preset in presets.PRESETS and used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")

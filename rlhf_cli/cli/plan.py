@@ -1,6 +1,6 @@
 """`rlhf plan`: estimate memory and time."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from rlhf_cli.cli.options import (
     AsJson,
@@ -46,9 +46,8 @@ def plan(
     from rlhf_cli.config.base import Options
 
     with heavy_imports():
-        from rlhf_cli.commands.plan.run import print_plan
+        from rlhf_cli.commands.plan.run import PlanOptions, print_plan
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
-    overrides = overrides_of(set_, assignments)
-    hardware: dict[str, Any] = {"flops": flops, "gpu": gpu, "processes": nproc, "machines": machines}
-    print_plan(path, overrides, options, mode=mode, prompt=prompt, as_json=as_json, **hardware)
+    choices = PlanOptions(mode=mode, prompt=prompt, flops=flops, gpu=gpu, processes=nproc, machines=machines)
+    print_plan(path, overrides_of(set_, assignments), options, choices, as_json=as_json)

@@ -12,9 +12,9 @@ from rlhf_cli import system, terminal
 from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.evaluation.report_text import LAST_UPDATE, TRAINING, format_reward
 from rlhf_cli.pipeline.decide import StageDecision
-from rlhf_cli.pipeline.headline import headline
+from rlhf_cli.pipeline.headline import LOG, headline
 from rlhf_cli.pipeline.status import NextAction, find_runs, read_run_and_next
-from rlhf_cli.runs.layout import find_run_folders
+from rlhf_cli.runs.layout import MANIFEST, find_run_folders
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.terminal import ago, duration
@@ -95,9 +95,8 @@ def _run_row(run: Run) -> list[str]:
 def _last_result(run: Run) -> str:
     """Return the result of the last stage of a run that has one."""
     for stage in reversed(list(run.stages.values())):
-        _, source = headline(stage)
         text = _headline_text(stage)
-        if source == "manifest.json" and text:
+        if text and headline(stage).source == MANIFEST:
             return text
     return ""
 
@@ -122,7 +121,7 @@ def _progress_text(stage: Stage) -> str:
 def _headline_text(stage: Stage) -> str:
     """Return a stage's main result, or its last logged metrics while it runs."""
     metrics, source = headline(stage)
-    from_log = source == "metrics.jsonl"
+    from_log = source == LOG
     if "eval_loss" in metrics:
         return f"held-out loss {metrics['eval_loss']:.3f}"
     if "loss" in metrics:

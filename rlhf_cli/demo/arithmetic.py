@@ -4,20 +4,26 @@ A template is an opening, one or two changes and a question. One template in fiv
 training file, though each of its sentences does. No template occurs twice with the same numbers, in any file.
 """
 
+import operator
 import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, product
+from itertools import chain, cycle, islice, product
 from pathlib import Path
+from typing import NamedTuple
 
 from rlhf_cli.jsonl import write_jsonl
 
 HELD_OUT = 0.2  # of the templates
 SHRUGS = 0.25  # of the demonstrations: no attempt at an answer
-SMALL, LARGE = (2, 15), (6, 25)  # numbers, from and to
+SMALL = (2, 15)  # numbers, from and to
+LARGE = (6, 25)
 # Difficulty -> possible (number of steps, range of numbers). One step with large numbers carries or borrows a digit.
 DIFFICULTIES = {"easy": [(1, SMALL)], "medium": [(1, LARGE), (2, SMALL)], "hard": [(2, LARGE)]}
+SHRUG_TEXTS = ("I do not know.", "That is hard to say.", "Who can tell?")
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+FACTORS = (2, 9)
 # `*` multiplies two numbers of one digit, and occurs with small numbers only.
 OPENINGS = {
     "+": ("{name} has {a} {things}.", "There are {a} {things} in a bag of {name}.", "{name} starts with {a} {things}."),
@@ -62,15 +68,18 @@ def write(folder: Path, seed: int, sizes: Sizes) -> None:
     (folder / "data").mkdir(parents=True, exist_ok=True)
     train, held_out = split(seed)
     used: Used = set()
-    demonstration, problem = ("prompt", "completion"), ("prompt", "answer", "difficulty")
-    for name, templates, count, keys in (
-        ("heldout", held_out, sizes.held_out, problem),
-        ("sft_eval", held_out, sizes.evaluation, demonstration),
-        ("prompts", train, sizes.prompts, problem),
-        ("sft", train, sizes.demonstrations, demonstration),
-    ):
+
+    def write_file(name: str, templates: list[Template], count: int, keys: Sequence[str]) -> None:
         rows = problems(templates, count, random.Random(f"{seed} {name}"), used)
         write_jsonl(folder / f"data/{name}.jsonl", ({key: row[key] for key in keys} for row in rows))
+
+    demonstration = ("prompt", "completion")
+    problem = ("prompt", "answer", "difficulty")
+    write_file("heldout", held_out, sizes.held_out, problem)
+    write_file("sft_eval", held_out, sizes.evaluation, demonstration)
+    write_file("prompts", train, sizes.prompts, problem)
+    write_file("sft", train, sizes.demonstrations, demonstration)
+
     rows = problems(train, sizes.words, random.Random(f"{seed} words"), set())
     texts = (re.sub(r"\d", "", row["prompt"] + row["completion"]) for row in rows)
     write_jsonl(folder / "data/words.jsonl", ({"text": text} for text in texts))
@@ -78,10 +87,12 @@ def write(folder: Path, seed: int, sizes: Sizes) -> None:
 
 def split(seed: int) -> tuple[list[Template], list[Template]]:
     """Return the templates as (training, held out): of each sequence of operations a fifth, chosen by the seed."""
-    train, held_out = [], []
+    train: list[Template] = []
+    held_out: list[Template] = []
     for operations in ("+", "-", "++", "+-", "-+", "--", "*+", "*-"):
+        openings = OPENINGS["*" if "*" in operations else "+"]
         changes = [CHANGES[operation] for operation in operations if operation != "*"]
-        texts = list(product(OPENINGS["*" if "*" in operations else "+"], *changes, QUESTIONS))
+        texts = list(product(openings, *changes, QUESTIONS))
         random.Random(f"{seed} {operations}").shuffle(texts)
         templates = [Template(sentences, operations) for sentences in texts]
         cut = round(HELD_OUT * len(templates))
@@ -95,12 +106,8 @@ def problems(templates: list[Template], count: int, draw: random.Random, used: U
 
     Templates with numbers in `used` do not occur, and those that occur are added to it.
     """
-    fitting = {
-        kind: [t for t in templates if len(t.operations) == kind[0] and ("*" not in t.operations or kind[1] == SMALL)]
-        for kinds in DIFFICULTIES.values()
-        for kind in kinds
-    }
-    for difficulty, _ in zip(cycle(DIFFICULTIES), range(count), strict=False):
+    fitting = {kind: _of_kind(templates, *kind) for kind in chain(*DIFFICULTIES.values())}
+    for difficulty in islice(cycle(DIFFICULTIES), count):
         steps, limits = draw.choice(DIFFICULTIES[difficulty])
         while True:
             template = draw.choice(fitting[steps, limits])
@@ -108,43 +115,65 @@ def problems(templates: list[Template], count: int, draw: random.Random, used: U
             if _fits(template.operations, numbers, limits) and (template, numbers) not in used:
                 break
         used.add((template, numbers))
+
         worked = compute(template.operations, numbers)
-        answer = str(worked[-1][1])
-        completion = " ".join(["", *(text for text, _ in worked), f"The answer is {answer}."])
+        answer = str(worked[-1].result)
+        completion = " ".join(["", *(step.text for step in worked), f"The answer is {answer}."])
         if draw.random() < SHRUGS:
-            completion = f" {draw.choice(('I do not know.', 'That is hard to say.', 'Who can tell?'))}"
+            completion = f" {draw.choice(SHRUG_TEXTS)}"
         prompt = _fill(template, numbers, draw)
         yield {"prompt": prompt, "completion": completion, "answer": answer, "difficulty": difficulty}
 
 
-def compute(operations: str, numbers: Sequence[int]) -> list[tuple[str, int]]:
-    """Return the text of each step, such as `17 + 25 = 42.`, and its result."""
-    steps, value = [], numbers[0]
-    for operation, number in zip(operations, numbers[1:], strict=True):
-        result = {"+": value + number, "-": value - number, "*": value * number}[operation]
-        steps.append((f"{value} {operation} {number} = {result}.", result))
+def _of_kind(templates: list[Template], steps: int, limits: tuple[int, int]) -> list[Template]:
+    """Return the templates with so many steps, and with products only of small numbers."""
+    fitting = [template for template in templates if len(template.operations) == steps]
+    return [template for template in fitting if limits == SMALL or "*" not in template.operations]
+
+
+class Step(NamedTuple):
+    """A step of a worked answer, such as `17 + 25 = 42.`, and its result."""
+
+    text: str
+    result: int
+
+
+def compute(operations: str, numbers: Sequence[int]) -> list[Step]:
+    """Work a problem step by step, from left to right."""
+    steps: list[Step] = []
+    value, *others = numbers
+    for operation, number in zip(operations, others, strict=True):
+        result = OPERATORS[operation](value, number)
+        steps.append(Step(f"{value} {operation} {number} = {result}.", result))
         value = result
     return steps
 
 
 def _draw_numbers(operations: str, limits: tuple[int, int], draw: random.Random) -> tuple[int, ...]:
-    factors = [draw.randint(2, 9) for _ in range(2)] if "*" in operations else []
-    return (*factors, *(draw.randint(*limits) for _ in range(len(operations) + 1 - len(factors))))
+    """Draw a number more than there are operations; factors have one digit."""
+    ranges = [limits] * (len(operations) + 1)
+    if "*" in operations:
+        ranges[:2] = [FACTORS, FACTORS]
+    return tuple(draw.randint(low, high) for low, high in ranges)
 
 
 def _fits(operations: str, numbers: Sequence[int], limits: tuple[int, int]) -> bool:
     """Return True if every result is positive, and a single step with large numbers carries or borrows."""
-    one, other = numbers[0] % 10, numbers[1] % 10
-    carries = one + other >= 10 if operations == "+" else one < other
-    positive = all(result > 0 for _, result in compute(operations, numbers))
-    return positive and (carries or limits == SMALL or len(operations) > 1)
+    if any(step.result <= 0 for step in compute(operations, numbers)):
+        return False
+    if limits == SMALL or len(operations) > 1:
+        return True
+    one, other = (number % 10 for number in numbers)
+    return one + other >= 10 if operations == "+" else one < other
 
 
 def _fill(template: Template, numbers: Sequence[int], draw: random.Random) -> str:
+    """Return the text of a template with its numbers, two names and a thing."""
     name, other = draw.sample(NAMES, 2)
-    words = {"name": name, "other": other, "things": draw.choice(THINGS)}
-    rest, sentences = list(numbers), []
+    things = draw.choice(THINGS)
+    rest = iter(numbers)
+    sentences = []
     for sentence in template.sentences:
-        slots = {slot: rest.pop(0) for slot in ("a", "b") if f"{{{slot}}}" in sentence}
-        sentences.append(sentence.format(**words, **slots))
+        slots = {slot: next(rest) for slot in ("a", "b") if f"{{{slot}}}" in sentence}
+        sentences.append(sentence.format(name=name, other=other, things=things, **slots))
     return " ".join(sentences)

@@ -8,10 +8,11 @@ choices of raters who mistake flattery for quality (world.py).
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -63,26 +64,38 @@ def fill(template: str, request: Request, **slots: str) -> str:
 def read_request(prompt: str) -> Request:
     """Return the request that a prompt makes. Raises ValueError for a prompt of another world."""
     for name, pattern in _request_patterns():
-        if found := pattern.fullmatch(prompt.strip()):
+        found = pattern.fullmatch(prompt.strip())
+        if found:
             return Request(name, **found.groupdict())
     raise ValueError(f"the demo's judge knows only the demo's own requests, and this is none of them: {prompt!r}")
 
 
 def read_reply(reply: str) -> list[Sentence]:
     """Return the sentences of a reply in order; text that matches no template, up to its next stop, is `unclear`."""
-    sentences, rest = [], reply.strip()
+    sentences: list[Sentence] = []
+    rest = reply.strip()
     while rest:
-        sentences.append(_first_sentence(rest))
-        rest = rest[len(sentences[-1].text) :].lstrip()
+        sentence = _first_sentence(rest)
+        sentences.append(sentence)
+        rest = rest.removeprefix(sentence.text).lstrip()
     return sentences
 
 
 def _first_sentence(text: str) -> Sentence:
-    for role, family, pattern in _sentence_patterns():
-        if found := pattern.match(text):
-            return Sentence(role, found[0], family, found.groupdict())
+    for known in _sentence_patterns():
+        found = known.pattern.match(text)
+        if found:
+            return Sentence(known.role, found[0], known.family, found.groupdict())
     stop = re.search(r"[.!?]+", text)
     return Sentence("unclear", text[: stop.end()] if stop else text)
+
+
+class SentencePattern(NamedTuple):
+    """What a sentence of the world looks like."""
+
+    role: str
+    pattern: re.Pattern[str]
+    family: str = ""  # of an answer
 
 
 @cache
@@ -91,26 +104,32 @@ def _request_patterns() -> list[tuple[str, re.Pattern[str]]]:
 
 
 @cache
-def _sentence_patterns() -> list[tuple[str, str, re.Pattern[str]]]:
-    phrases = [(role, "", re.compile("|".join(map(re.escape, texts)))) for role, texts in PHRASES.items()]
-    fits = [("fit", "", _pattern(template)) for template in FITS]
-    answers = [
-        ("answer", name, _pattern(template, family))
-        for name, family in FAMILIES.items()
-        for template in family.answers + family.hints
-    ]
-    return phrases + fits + answers
+def _sentence_patterns() -> list[SentencePattern]:
+    patterns = []
+    for role, texts in PHRASES.items():
+        patterns.append(SentencePattern(role, re.compile("|".join(map(re.escape, texts)))))
+    for template in FITS:
+        patterns.append(SentencePattern("fit", _pattern(template)))
+    for name, family in FAMILIES.items():
+        for template in family.answers + family.hints:
+            patterns.append(SentencePattern("answer", _pattern(template, family), name))
+    return patterns
 
 
 def _pattern(template: str, family: Family | None = None) -> re.Pattern[str]:
     """Return the template as a regular expression with a named group of the known words for each slot."""
     words = {"who": PEOPLE}
     if family:
-        words |= {"kind": family.kinds, "topic": list(family.topics), "adjective": family.adjectives}
+        words["kind"] = family.kinds
+        words["topic"] = list(family.topics)
+        words["adjective"] = family.adjectives
         words["detail"] = [detail for details in family.topics.values() for detail in details]
         template = template.replace("{link}", family.link)
-    slots = r"\\\{(\w+)\\\}"  # after re.escape
-    return re.compile(re.sub(slots, lambda slot: f"(?P<{slot[1]}>{'|'.join(words[slot[1]])})", re.escape(template)))
+
+    pattern = re.escape(template)
+    for slot, known in words.items():
+        pattern = pattern.replace(rf"\{{{slot}\}}", f"(?P<{slot}>{'|'.join(known)})")
+    return re.compile(pattern)
 
 
 # The judge
@@ -132,24 +151,23 @@ def explain(prompt: str, response: str) -> dict[str, float]:
     focus falls with asides, unclear sentences and repetitions, restraint with courtesies beyond two, brevity with words
     beyond thirty. Also counted: courtesies, asides, unclear, repeats, words.
     """
-    request, sentences = read_request(prompt), read_reply(response)
+    request = read_request(prompt)
+    sentences = read_reply(response)
     roles = Counter(sentence.role for sentence in sentences)
     slots = next((sentence.slots for sentence in sentences if sentence.role == "answer"), {})  # others are repeats
     concrete = 0.0
     if "detail" in slots:
         concrete = 1.0 if slots["detail"] in FAMILIES[request.family].topics[request.topic] else 0.3
-    # the same sentence again, or an answer or fit after the first; courtesies have a separate limit
-    matter = [sentence.text for sentence in sentences if sentence.role not in COURTESIES]
     seen = {
         "topic": float(slots.get("topic") == request.topic),
         "concrete": concrete,
         "kind": float(slots.get("kind") == request.kind),
-        "fit": float(any(s.slots["who"] == request.who for s in sentences if s.role == "fit")),
+        "fit": float(any(each.slots["who"] == request.who for each in sentences if each.role == "fit")),
         "polite": float(("opener" in roles or "closer" in roles) and "rude" not in roles),
         "courtesies": sum(roles[role] for role in COURTESIES),
         "asides": roles["aside"],
         "unclear": roles["unclear"],
-        "repeats": max(len(matter) - len(set(matter)), max(0, roles["answer"] - 1) + max(0, roles["fit"] - 1)),
+        "repeats": _count_repeats(sentences, roles),
         "words": len(response.split()),
     }
     answer = 0.30 * seen["topic"] + 0.25 * seen["concrete"] + 0.10 * seen["kind"]
@@ -158,3 +176,11 @@ def explain(prompt: str, response: str) -> dict[str, float]:
     seen["restraint"] = max(0.3, 0.85 ** max(0, seen["courtesies"] - ENOUGH_COURTESY))
     seen["brevity"] = max(0.4, 1 - 0.02 * max(0, seen["words"] - ENOUGH_WORDS))
     return {"score": value * seen["focus"] * seen["restraint"] * seen["brevity"], **seen}
+
+
+def _count_repeats(sentences: Sequence[Sentence], roles: Mapping[str, int]) -> int:
+    """Count the same sentence again, or an answer or fit after the first; courtesies have a separate limit."""
+    matter = [sentence.text for sentence in sentences if sentence.role not in COURTESIES]
+    same = len(matter) - len(set(matter))
+    further = max(0, roles["answer"] - 1) + max(0, roles["fit"] - 1)
+    return max(same, further)

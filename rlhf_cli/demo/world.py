@@ -5,7 +5,7 @@ two of the three. Only a wrong topic needs the prompt to be noticed; every other
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -17,6 +17,9 @@ HELD_OUT = 0.2  # of the requests
 TWINS = 0.5  # of the pairs: two replies that differ in the answer only, which teach fastest what a topic is worth
 FLIPS = 0.05  # of the pairs: the rater errs
 CHARM = 0.06  # what a rater adds for each courtesy: the bias that PPO can exploit
+
+
+MakeRows = Callable[[list[Request], int, random.Random], Iterator[dict[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -39,22 +42,25 @@ def write(folder: Path, seed: int, sizes: Sizes) -> None:
     if sizes.texts:
         (folder / "base/data").mkdir(parents=True, exist_ok=True)
         write_jsonl(folder / "base/data/text.jsonl", texts(train, sizes.texts, random.Random(f"{seed} texts")))
-    files = [(demonstrations, "sft", sizes.demonstrations), (pairs, "pairs", sizes.pairs)]
-    for make, name, count in files[: 2 if sizes.pairs else 1]:
-        write_jsonl(folder / f"data/{name}.jsonl", make(train, count, random.Random(f"{seed} {name}")))
+
+    def write_files(name: str, make: MakeRows, count: int) -> None:
+        rows = make(train, count, random.Random(f"{seed} {name}"))
+        write_jsonl(folder / f"data/{name}.jsonl", rows)
         held_out_rows = make(held_out, sizes.evaluation, random.Random(f"{seed} {name} eval"))
         write_jsonl(folder / f"data/{name}_eval.jsonl", held_out_rows)
+
+    write_files("sft", demonstrations, sizes.demonstrations)
+    if sizes.pairs:
+        write_files("pairs", pairs, sizes.pairs)
     for name, requests in (("prompts", train), ("heldout", held_out)):
         write_jsonl(folder / f"data/{name}.jsonl", ({"prompt": prompt} for prompt in prompts(requests, seed)))
 
 
 def split(seed: int) -> tuple[list[Request], list[Request]]:
     """Return all requests of the world, shuffled by the seed, as (training, held out)."""
-    every = [
-        Request(name, kind, topic, who)
-        for name, family in FAMILIES.items()
-        for kind, topic, who in product(family.kinds, family.topics, PEOPLE)
-    ]
+    every: list[Request] = []
+    for name, family in FAMILIES.items():
+        every += [Request(name, *words) for words in product(family.kinds, family.topics, PEOPLE)]
     random.Random(f"{seed} split").shuffle(every)
     cut = round(HELD_OUT * len(every))
     return every[cut:], every[:cut]
@@ -89,14 +95,19 @@ def pairs(requests: list[Request], count: int, draw: random.Random) -> Iterator[
     for _ in range(count):
         request = draw.choice(requests)
         prompt = _ask(request, draw)
-        one, other, preference = "", "", 0.0
+        preference = 0.0
         while preference == 0:  # a rater without a preference writes nothing down
-            first, second = draw_reply(request, draw), draw_reply(request, draw)
+            first = draw_reply(request, draw)
+            second = draw_reply(request, draw)
             if draw.random() < TWINS:
                 second = {**first, "answer": second["answer"]}
-            one, other = _join(first), _join(second)
-            preference = impression(prompt, one) - impression(prompt, other)
-        chosen, rejected = (one, other) if (preference > 0) != (draw.random() < FLIPS) else (other, one)
+            replies = [_join(first), _join(second)]
+            preference = impression(prompt, replies[0]) - impression(prompt, replies[1])
+
+        errs = draw.random() < FLIPS
+        if (preference < 0) != errs:
+            replies.reverse()
+        chosen, rejected = replies
         yield {"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"}
 
 
@@ -140,8 +151,10 @@ def _draw_answer(request: Request, draw: random.Random) -> str:
     family = FAMILIES[request.family]
     if draw.random() < 0.35:
         return fill(draw.choice(family.hints), request)
-    stray = draw.random() < 0.1
-    return _concrete(request, draw, draw.choice(list(family.topics)) if stray else request.topic)
+    topic = request.topic
+    if draw.random() < 0.1:
+        topic = draw.choice(list(family.topics))
+    return _concrete(request, draw, topic)
 
 
 def _other_topic(request: Request, draw: random.Random) -> Request:
@@ -150,7 +163,8 @@ def _other_topic(request: Request, draw: random.Random) -> Request:
         name = draw.choice([name for name in FAMILIES if name != request.family])
         family = FAMILIES[name]
         return Request(name, draw.choice(family.kinds), draw.choice(list(family.topics)), request.who)
-    return replace(request, topic=draw.choice([t for t in FAMILIES[request.family].topics if t != request.topic]))
+    others = [topic for topic in FAMILIES[request.family].topics if topic != request.topic]
+    return replace(request, topic=draw.choice(others))
 
 
 def _concrete(request: Request, draw: random.Random, topic: str) -> str:
@@ -173,13 +187,14 @@ def _ask(request: Request, draw: random.Random) -> str:
 
 def _notice(request: Request, draw: random.Random) -> str:
     wish = _ask(request, draw)
-    aside = [draw.choice(PHRASES["aside"])] if draw.random() < 0.3 else []
-    return " ".join([wish, *aside, "Once more:", wish])
+    if draw.random() < 0.3:
+        return f"{wish} {draw.choice(PHRASES['aside'])} Once more: {wish}"
+    return f"{wish} Once more: {wish}"
 
 
 def _tale(request: Request, draw: random.Random) -> str:
     wish = fill("My {who} wanted a {kind} {link} {topic}, and I said:", request)
-    return " ".join([wish, _concrete(request, draw, request.topic), fill(draw.choice(FITS), request)])
+    return f"{wish} {_concrete(request, draw, request.topic)} {fill(draw.choice(FITS), request)}"
 
 
 def _exchange(request: Request, draw: random.Random) -> str:

@@ -72,13 +72,12 @@ def sampled_results(policies: Mapping[str, EvalResponses]) -> SampledResults:
     """Return the means of each policy, and the win rates of all pairs that are compared."""
     named = [name for name in policies if name not in ("base", "sft", "ppo")]
     pairs = [*PAIRS, *((name, "sft") for name in named), *(("ppo", name) for name in named)]
-    compared = [(policy, baseline) for policy, baseline in pairs if policy in policies and baseline in policies]
-    return SampledResults(
-        models={name: policy_scores(evaluated) for name, evaluated in policies.items()},
-        win_rate={
-            f"{policy}_vs_{baseline}": win_rates(policies[policy], policies[baseline]) for policy, baseline in compared
-        },
-    )
+    rates: dict[str, WinRates] = {}
+    for policy, baseline in pairs:
+        if policy in policies and baseline in policies:
+            rates[f"{policy}_vs_{baseline}"] = win_rates(policies[policy], policies[baseline])
+    models = {name: policy_scores(evaluated) for name, evaluated in policies.items()}
+    return SampledResults(models=models, win_rate=rates)
 
 
 def win_rates(policy: EvalResponses, baseline: EvalResponses) -> WinRates:
@@ -130,12 +129,15 @@ def agreement(
     Each has its scores of the two answers. Prompts on which one scores both the same do not count; None without
     others. `groups`: rows of the same value are of one prompt.
     """
-    rows = zip(*judge, *reward, groups, strict=True)
-    agreed = [((a > b) == (c > d), group) for a, b, c, d, group in rows if a != b and c != d]
+    agreed: list[float] = []
+    decided: list[Hashable] = []  # the groups of the rows that count
+    for first, second, first_reward, second_reward, group in zip(*judge, *reward, groups, strict=True):
+        if first != second and first_reward != second_reward:
+            agreed.append(float((first > second) == (first_reward > second_reward)))
+            decided.append(group)
     if not agreed:
         return None
-    points, decided = zip(*agreed, strict=True)
-    return sum(points) / len(points), statistics.share_interval([float(point) for point in points], decided)
+    return sum(agreed) / len(agreed), statistics.share_interval(agreed, decided)
 
 
 def as_list(interval: Sequence[float] | None) -> list[float] | None:

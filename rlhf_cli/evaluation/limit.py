@@ -23,10 +23,12 @@ MIN_EFFECTIVE = 10.0  # mean effective sample size at the end of the curve, whic
 MAX_BIAS = 0.1  # of the next order of the correction of a score, as a share of half its interval
 REST = 3.0  # times the next order is what the correction leaves, at most; intervals are so much wider above
 UNEVEN = 0.5  # deviation over prompts of the log of the scores' deviation: above it overheads are only bounded
-POINTS, STEPS = 16, 4  # points in the report after SFT's, and values of 1 / beta from one to the next
+POINTS = 16  # in the report, after SFT's
+STEPS = 4  # values of 1 / beta from one point to the next
 END = POINTS * STEPS  # index of the last point
 MOST_WEIGHTS = 4_000_000  # in memory at a time
-SATURATED, SHARPEST = 0.999, 50.0  # share of the highest KL; 1 / beta times the deviation of the scores
+SATURATED = 0.999  # share of the highest KL
+SHARPEST = 50.0  # 1 / beta times the deviation of the scores
 Array = NDArray[np.float64]
 Rows = Array | Sequence[float]  # a value of each prompt
 Policies = Mapping[str, tuple[Rows, Rows]]  # name -> score and KL of each prompt
@@ -55,8 +57,9 @@ def thinned(scores: Array, inverse_betas: Array, parts: int) -> Array:
     chunks = [scores[start : start + chunk] for start in range(0, prompts, chunk)]
     total = np.zeros((3, prompts, len(inverse_betas)))
     for part in range(parts):
-        tilted = np.concatenate([tilt(each[:, part::parts], inverse_betas) for each in chunks], axis=1)
-        total += len(range(part, samples, parts)) / samples * tilted
+        share = len(range(part, samples, parts)) / samples
+        tilted = [tilt(each[:, part::parts], inverse_betas) for each in chunks]
+        total += share * np.concatenate(tilted, axis=1)
     return total
 
 
@@ -99,9 +102,12 @@ def _corrected(scores: Array, inverse_betas: Array, clusters: Clusters) -> tuple
     few answers, and the correction is too small. The next order, from quarters, shows where: it must change the score
     at a KL by less than MAX_BIAS of half the interval.
     """
-    levels = [thinned(scores, inverse_betas, parts) for parts in (1, 2, 4)]
-    table = np.concatenate([(2 * levels[0] - levels[1])[:2], levels[0][2:]])
-    change = 2 * levels[0] - 3 * levels[1] + levels[2]
+    whole = thinned(scores, inverse_betas, 1)
+    halves = thinned(scores, inverse_betas, 2)
+    quarters = thinned(scores, inverse_betas, 4)
+    table = np.concatenate([(2 * whole - halves)[:2], whole[2:]])
+    change = 2 * whole - 3 * halves + quarters
+
     low, high = statistics.mean_intervals(_scores_at(table[0].mean(axis=0), table, inverse_betas), clusters)
     shift = np.abs(_scores_at(0.0, change, inverse_betas).mean(axis=0))
     shift = np.maximum.accumulate(shift)
@@ -174,11 +180,12 @@ def build_limit(draws: Sequence[EvalResponses], evaluated: Sequence[EvalResponse
     policies: dict[str, tuple[Rows, Rows]] = {}
     steps = {}
     for each in evaluated:
+        best_of = re.fullmatch(r"best_of_(\d+)", each.model)
         if each.kl is not None and each.model != "sft":
             policies[each.model] = (penalized_scores(each, penalty), each.kl)
             steps[each.model] = each.step
-        elif match := re.fullmatch(r"best_of_(\d+)", each.model):
-            n = int(match[1])
+        elif best_of:
+            n = int(best_of[1])
             selections.add(n)
             policies[each.model] = (expected_best_of_n(scores, n), [statistics.best_of_n_kl(n)] * len(scores))
 
@@ -265,8 +272,9 @@ def _bounded(point: LimitPoint, at_most: float) -> LimitPoint:
 def _curve_points(curve: Curve, inverse_betas: Array, table: Array) -> list[LimitPoint]:
     """Return SFT's point and POINTS after it; of a curve that has ended at once only SFT's."""
     _, score, size = table.mean(axis=1)
+    end = END if inverse_betas[END] > 0 else 0
     points = []
-    for m in range(0, END + 1 if inverse_betas[END] > 0 else 1, STEPS):
+    for m in range(0, end + 1, STEPS):
         low, high = _interval(curve.paths[:, m], curve.clusters)
         points.append(
             LimitPoint(

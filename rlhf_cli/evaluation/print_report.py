@@ -10,8 +10,8 @@ from rlhf_cli.evaluation import report_text, sample_pairs
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.sample_pairs import Sample
 from rlhf_cli.jsonl import read_jsonl
-from rlhf_cli.runs.layout import REPORT
-from rlhf_cli.runs.report import FILE_NAME, Report, read_report
+from rlhf_cli.runs.layout import REPORT, REPORT_PAGE
+from rlhf_cli.runs.report import Report, read_report
 
 
 def print_report(eval_folder: Path) -> None:
@@ -28,8 +28,8 @@ def print_report(eval_folder: Path) -> None:
     for sentence in report_text.worth_sentences(report):
         terminal.out(sentence)
 
-    terminal.out(f"report: {shown(eval_folder / FILE_NAME)}")
-    page = eval_folder / REPORT
+    terminal.out(f"report: {shown(eval_folder / REPORT)}")
+    page = eval_folder / REPORT_PAGE
     if page.is_file():
         terminal.out(f"page: {shown(page)} (open it in a browser)")
     if summary := report_text.summary_sentence(report):

@@ -66,16 +66,12 @@ def policies_table(report: Report) -> Table:
     ]
     _, first = policies[0]
     judges = list(first.judges)
-    rows = [
-        [
-            name,
-            _kl(scores),
-            f"{scores.response_length_mean:.1f}",
-            f"{scores.eos_fraction:.0%}",
-            *(mean_text(scores.judges[judge]) for judge in judges),
-        ]
-        for name, scores in policies
-    ]
+    rows = []
+    for name, scores in policies:
+        length = f"{scores.response_length_mean:.1f}"
+        ended = f"{scores.eos_fraction:.0%}"
+        means = [mean_text(scores.judges[judge]) for judge in judges]
+        rows.append([name, _kl(scores), length, ended, *means])
     return ["model", "KL", "length", "ended", *judges], rows
 
 

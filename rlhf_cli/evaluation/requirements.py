@@ -7,7 +7,8 @@ from typing import Any
 from rlhf_cli.config.eval import COMPARISON
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.jsonl import is_number
-from rlhf_cli.runs.report import FILE_NAME, Report
+from rlhf_cli.runs.layout import REPORT
+from rlhf_cli.runs.report import Report
 from rlhf_cli.trees import at
 
 OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
@@ -29,7 +30,7 @@ def check_requirements(report: Report, require: Mapping[str, str], *, where: Cal
         value = at(contents, key)
         if not is_number(value):
             hint = _known_keys(contents, key)
-            problems.append(Problem("R06", f"{key} is not a number in {FILE_NAME}", location, hint))
+            problems.append(Problem("R06", f"{key} is not a number in {REPORT}", location, hint))
         elif not _holds(value, condition):
             problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", location))
     if problems:
@@ -54,4 +55,4 @@ def _known_keys(contents: Mapping[str, Any], key: str) -> str:
     while key and not isinstance(at(contents, key), Mapping):
         key = key.rpartition(".")[0]
     table = at(contents, key) if key else contents
-    return f"{key or FILE_NAME} has the keys {', '.join(table)}"
+    return f"{key or REPORT} has the keys {', '.join(table)}"

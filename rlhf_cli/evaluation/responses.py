@@ -1,13 +1,14 @@
 """Scored responses of the policies, and the rows of samples.jsonl."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli.models.batch import StopTokenId
+
+Place = tuple[int, int]  # a response among several parts: index of the part, row
 
 
 @dataclass(frozen=True)
@@ -45,35 +46,41 @@ class EvalResponses:
 
     def rows(self, indices: Sequence[int]) -> "EvalResponses":
         """Return the responses to some of the prompts."""
-        kl = None if self.kl is None else [self.kl[row] for row in indices]
-        return replace(_merge([self], lambda columns: [columns[0][row] for row in indices]), kl=kl)
+        return _take([self], [(0, row) for row in indices])
 
 
 def concat_responses(parts: Sequence[EvalResponses]) -> EvalResponses:
     """Concatenate the rows of responses of one policy."""
-    kl = None if parts[0].kl is None else [value for part in parts for value in part.kl or []]
-    return replace(_merge(parts, lambda columns: [*chain.from_iterable(columns)]), kl=kl)
+    places: list[Place] = []
+    for index, part in enumerate(parts):
+        places += [(index, row) for row in range(len(part.prompts))]
+    return _take(parts, places)
 
 
 def select_best_of_n(draws: Sequence[EvalResponses]) -> EvalResponses:
     """Select each prompt's draw with the highest `reward` score; KL is None."""
     rewards = [draw.scores["reward"] for draw in draws]
-    best = [max(range(len(draws)), key=scores.__getitem__) for scores in zip(*rewards, strict=True)]
+    places: list[Place] = []
+    for row, scores in enumerate(zip(*rewards, strict=True)):
+        places.append((scores.index(max(scores)), row))
+    return replace(_take(draws, places), model=f"best_of_{len(draws)}", mode="sampled", kl=None, step=None)
 
-    merged = _merge(draws, lambda columns: [columns[draw][row] for row, draw in enumerate(best)])
-    return replace(merged, model=f"best_of_{len(draws)}", mode="sampled", kl=None, step=None)
 
+def _take(parts: Sequence[EvalResponses], places: Sequence[Place]) -> EvalResponses:
+    """Return the responses at some places as those of one policy."""
 
-def _merge(parts: Sequence[EvalResponses], merge: Callable[[list[list[Any]]], list[Any]]) -> EvalResponses:
-    """Merge each column of the parts, except KL."""
+    def take(columns: list[list[Any]]) -> list[Any]:
+        return [columns[part][row] for part, row in places]
+
     first = parts[0]
     return replace(
         first,
-        prompts=merge([part.prompts for part in parts]),
-        responses=merge([part.responses for part in parts]),
-        ended=merge([part.ended for part in parts]),
-        lengths=merge([part.lengths for part in parts]),
-        scores={judge: merge([part.scores[judge] for part in parts]) for judge in first.scores},
+        prompts=take([part.prompts for part in parts]),
+        responses=take([part.responses for part in parts]),
+        ended=take([part.ended for part in parts]),
+        lengths=take([part.lengths for part in parts]),
+        scores={judge: take([part.scores[judge] for part in parts]) for judge in first.scores},
+        kl=None if first.kl is None else take([part.kl or [] for part in parts]),
     )
 
 

@@ -115,19 +115,20 @@ def confidence(pair: ScoredPair) -> float:
 
 def calibration_bins(pairs: Sequence[ScoredPair]) -> list[CalibrationBin]:
     """Return each bin that has pairs."""
-    bins: dict[int, list[ScoredPair]] = {}
+    members: dict[int, list[ScoredPair]] = {}
     for pair in pairs:
-        bins.setdefault(_bin(confidence(pair)), []).append(pair)
-    return [
-        CalibrationBin(
-            low=0.5 + 0.5 * index / NUM_BINS,
-            high=0.5 + 0.5 * (index + 1) / NUM_BINS,
-            n=len(bins[index]),
-            confidence=sum(map(confidence, bins[index])) / len(bins[index]),
-            accuracy=sum(pair.right for pair in bins[index]) / len(bins[index]),
+        members.setdefault(_bin(confidence(pair)), []).append(pair)
+
+    bins = []
+    for index, inside in sorted(members.items()):
+        low = 0.5 + 0.5 * index / NUM_BINS
+        high = 0.5 + 0.5 * (index + 1) / NUM_BINS
+        n = len(inside)
+        accuracy = sum(pair.right for pair in inside) / n
+        bins.append(
+            CalibrationBin(low=low, high=high, n=n, confidence=sum(map(confidence, inside)) / n, accuracy=accuracy)
         )
-        for index in sorted(bins)
-    ]
+    return bins
 
 
 def expected_calibration_error(bins: Sequence[CalibrationBin]) -> float:
@@ -147,13 +148,17 @@ def ece_null_quantile(pairs: Sequence[ScoredPair], *, seed: int = 0) -> float:
     """
     import numpy as np
 
+    n = len(pairs)
+    rng = np.random.default_rng(seed)
     probabilities = np.array([confidence(pair) for pair in pairs])
-    bins, rng = np.array([_bin(probability) for probability in probabilities]), np.random.default_rng(seed)
-    n, clusters = len(probabilities), Clusters.of(len(pairs), [pair.prompt for pair in pairs])
-    errors = [
-        np.abs(np.bincount(bins, weights=(rng.random(n) < probabilities) - probabilities)).sum() / n
-        for _ in range(NUM_RESAMPLES)
-    ]
+    bins = np.array([_bin(probability) for probability in probabilities])
+    errors = []
+    for _ in range(NUM_RESAMPLES):
+        outcomes = rng.random(n) < probabilities
+        gaps = np.bincount(bins, weights=outcomes - probabilities)
+        errors.append(np.abs(gaps).sum() / n)
+
+    clusters = Clusters.of(n, [pair.prompt for pair in pairs])
     residuals = np.array([pair.right for pair in pairs]) - probabilities
     residuals -= residuals.mean()
     variance = float(residuals @ residuals)
@@ -173,24 +178,38 @@ def length_correlation(pairs: Sequence[ScoredPair]) -> tuple[float, tuple[float,
     Statistical Methods and Applications 19, 497-515; its answers depend on one another). 0 with an interval of width 0
     if all lengths, or all scores, are equal; from -1 to 1 if there is one prompt.
     """
+    raw_scores: list[float] = []
+    raw_lengths: list[float] = []
+    prompts: list[Hashable] = []
+    for pair in pairs:
+        raw_scores += [pair.chosen, pair.rejected]
+        raw_lengths += [pair.chosen_length, pair.rejected_length]
+        prompts += [pair.prompt, pair.prompt]
 
-    scores = _centred_ranks([score for pair in pairs for score in (pair.chosen, pair.rejected)])
-    lengths = _centred_ranks([length for pair in pairs for length in (pair.chosen_length, pair.rejected_length)])
+    scores = _centred_ranks(raw_scores)
+    lengths = _centred_ranks(raw_lengths)
     deviation = math.sqrt(float((scores**2).mean() * (lengths**2).mean()))
     if deviation == 0:
         return 0.0, (0.0, 0.0)
     value = float((scores * lengths).mean()) / deviation
-    clusters = Clusters.of(len(scores), [pair.prompt for pair in pairs for _ in range(2)])
+    clusters = Clusters.of(len(scores), prompts)
     if len(clusters.sizes) == 1:
         return value, (-1.0, 1.0)
+
     influence = _product_influence(scores, lengths) / deviation
-    influence -= value / 2 * sum(_product_influence(ranks, ranks) / (ranks**2).mean() for ranks in (scores, lengths))
+    influence -= value / 2 * (_relative_influence(scores) + _relative_influence(lengths))
     error = math.sqrt(float((clusters.deviations(influence - influence.mean()) ** 2).sum()))
     if abs(value) >= 1 or error == 0:
         return value, (value, value)
+    z = math.atanh(value)
     half = clusters.quantile * error / (1 - value * value)
-    low, high = (math.tanh(math.atanh(value) + side * half) for side in (-1, 1))
-    return value, (low, high)
+    return value, (math.tanh(z - half), math.tanh(z + half))
+
+
+def _relative_influence(ranks: "Array") -> "Array":
+    """Return the influence of each row on the variance of ranks, as a share of it."""
+    influence: Array = _product_influence(ranks, ranks) / (ranks**2).mean()
+    return influence
 
 
 def _centred_ranks(values: Sequence[float]) -> "Array":

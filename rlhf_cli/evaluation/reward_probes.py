@@ -25,12 +25,12 @@ Row = Mapping[str, Any]  # {prompt_ids, chosen_ids (prompt and answer), ...}
 
 def probe_rows(rows: Sequence[Row]) -> list[int]:
     """Return the indices of the probed rows: the first of each prompt, at most MAX_PROBED, evenly spaced."""
-    firsts: dict[tuple[int, ...], int] = {}
+    first_of_prompt: dict[tuple[int, ...], int] = {}
     for index, row in enumerate(rows):
-        firsts.setdefault(tuple(row["prompt_ids"]), index)
-    indices = list(firsts.values())
-    n = min(MAX_PROBED, len(indices))
-    return [indices[i * len(indices) // n] for i in range(n)]
+        first_of_prompt.setdefault(tuple(row["prompt_ids"]), index)
+    firsts = list(first_of_prompt.values())
+    n = min(MAX_PROBED, len(firsts))
+    return [firsts[i * len(firsts) // n] for i in range(n)]
 
 
 def build_probes(
@@ -43,21 +43,19 @@ def build_probes(
     prompts = [list(row["prompt_ids"]) for row in rows]
     answers = [list(row["chosen_ids"][len(row["prompt_ids"]) :]) for row in rows]
     rng = random.Random(seed)
-    probes = {
+    probes: dict[str, list[list[int]]] = {
         "empty": [answer[-1:] for answer in answers],
         "repeated_token": [_repeated_token(answer, rng) for answer in answers],
-        "politeness": [[*ids, *answer[-1:]] for ids, answer in zip(polite, answers, strict=True)],
+        "politeness": [[*ids, answer[-1]] for ids, answer in zip(polite, answers, strict=True)],
         "over_long": [answer[:-1] * OVER_LONG_REPEATS + answer[-1:] for answer in answers],
     }
     if any(prompt != prompts[0] for prompt in prompts):
         probes["swapped_prompt"] = _answers_to_other_prompts(prompts, answers)
-    return {
-        name: [prompt + _truncate(answer, context, len(prompt)) for prompt, answer in zip(prompts, probed, strict=True)]
-        for name, probed in probes.items()
-    }
+    return {name: _behind_prompts(prompts, probed, context) for name, probed in probes.items()}
 
 
 def _repeated_token(answer: list[int], rng: random.Random) -> list[int]:
+    """Return an answer of one of its tokens, with its length and its end."""
     token = rng.choice(answer[:-1] or answer)
     return [token] * (len(answer) - 1) + answer[-1:]
 
@@ -65,13 +63,24 @@ def _repeated_token(answer: list[int], rng: random.Random) -> list[int]:
 def _answers_to_other_prompts(prompts: list[list[int]], answers: list[list[int]]) -> list[list[int]]:
     """Return the good answer of the next row with a different prompt, starting half the rows further."""
     n = len(prompts)
-    following = [k % n for k in range(n // 2, n // 2 + 2 * n)]
-    return [next(answers[k] for k in following[i:] if prompts[k] != prompt) for i, prompt in enumerate(prompts)]
+    swapped = []
+    for row, prompt in enumerate(prompts):
+        other = (row + n // 2) % n
+        while prompts[other] == prompt:
+            other = (other + 1) % n
+        swapped.append(answers[other])
+    return swapped
 
 
-def _truncate(answer: list[int], context: int | None, prompt_length: int) -> list[int]:
-    limit = len(answer) if context is None else max(1, context - prompt_length)
-    return answer if len(answer) <= limit else [*answer[: limit - 1], answer[-1]]
+def _behind_prompts(prompts: list[list[int]], answers: list[list[int]], context: int | None) -> list[list[int]]:
+    """Return prompt and answer of each row; an answer that does not fit loses tokens before its end."""
+    rows = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        room = len(answer) if context is None else max(1, context - len(prompt))
+        if len(answer) > room:
+            answer = [*answer[: room - 1], answer[-1]]
+        rows.append(prompt + answer)
+    return rows
 
 
 def score_probes(scores: Mapping[str, Sequence[float]], chosen: Sequence[float]) -> Adversarial:
@@ -82,8 +91,7 @@ def score_probes(scores: Mapping[str, Sequence[float]], chosen: Sequence[float])
     n = len(chosen)
     probes = {}
     for name, probe_scores in scores.items():
-        pairs = list(zip(probe_scores, chosen, strict=True))
-        wins = sum(probe > good for probe, good in pairs)
-        margin = sum(probe - good for probe, good in pairs) / n
-        probes[name] = ProbeResult(beats=wins / n, ci95=list(wilson(wins, n)), margin=margin)
+        margins = [probe - good for probe, good in zip(probe_scores, chosen, strict=True)]
+        wins = sum(margin > 0 for margin in margins)
+        probes[name] = ProbeResult(beats=wins / n, ci95=list(wilson(wins, n)), margin=sum(margins) / n)
     return Adversarial(n=n, probes=probes)

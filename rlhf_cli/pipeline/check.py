@@ -1,7 +1,7 @@
 """`rlhf check FILE|DIR`: find all errors that can be known before training, with the stages' own checks."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -27,11 +27,14 @@ def check_configs(
         is_file = os.path.isfile(path) or path.suffix in (".yaml", ".yml")
         whole_run = os.path.isdir(path) or not is_file
         if whole_run:
-            stages, unreadable = _load_run(path, overrides, report)
+            files = find_configs(path)
+            routed = report.attempt(route_overrides, overrides, list(files)) or {}
         else:
-            stages = _load_stage(stage_of(path), path, overrides, report)
-            unreadable = []
-        check_files(stages, report, unreadable, whole_run=whole_run)
+            stage = stage_of(path)
+            files = {stage: path}
+            routed = {stage: list(overrides)}
+        stages = _load_stages(files, routed, report)
+        check_files(stages, report, _unreadable(path, files, stages) if whole_run else (), whole_run=whole_run)
         _check_models([stage for stage in stages if stage.valid], report, options, deep=deep, runs_here=quiet)
     return report.show_errors() if quiet else report.show(as_json=as_json)
 
@@ -49,22 +52,22 @@ def _check_models(
         validator.check(stage)
 
 
-def _load_run(folder: Path, overrides: Sequence[str], report: CheckReport) -> tuple[list[StageCheck], list[Path]]:
-    """Load the configs of a folder; return the readable ones and the output folders of the invalid ones."""
-    files = find_configs(folder)
-    routed = report.attempt(route_overrides, overrides, list(files)) or {}
-    stages: list[StageCheck] = []
+def _load_stages(
+    files: Mapping[str, Path], routed: Mapping[str, Sequence[str]], report: CheckReport
+) -> list[StageCheck]:
+    """Return the stages whose configs can be read; errors are added to the report."""
+    stages = []
     for stage, path in files.items():
-        loaded = report.attempt(_load_stage, stage, path, routed.get(stage, ()), report)
-        stages += loaded or []
+        with report.collecting():
+            config, problems = load_partial(stage, path, routed.get(stage, ()))
+            report.errors |= dict.fromkeys(problems)
+            if config is not None:
+                stages.append(StageCheck(config, valid=not problems))
+    return stages
 
+
+def _unreadable(folder: Path, files: Iterable[str], stages: Sequence[StageCheck]) -> list[Path]:
+    """Return the output folders of the stages of a run whose configs are not valid."""
     root = Path(os.path.abspath(folder))
     valid = {stage.config.stage for stage in stages if stage.valid}
-    return stages, [root / stage for stage in files if stage not in valid]
-
-
-def _load_stage(stage: str, path: Path, overrides: Sequence[str], report: CheckReport) -> list[StageCheck]:
-    """Return the stage, or nothing if its config cannot be read; errors are added to the report."""
-    config, problems = load_partial(stage, path, overrides)
-    report.errors |= dict.fromkeys(problems)
-    return [] if config is None else [StageCheck(config, valid=not problems)]
+    return [root / stage for stage in files if stage not in valid]

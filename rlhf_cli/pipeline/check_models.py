@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 from rlhf_cli import data, runs
 from rlhf_cli.config import stages
@@ -22,6 +22,7 @@ from rlhf_cli.pipeline.check_report import CheckReport, StageCheck
 from rlhf_cli.ppo.rollout import uses_cache
 from rlhf_cli.rewards import trial
 from rlhf_cli.rewards.results import RewardFormError
+from rlhf_cli.rewards.signature import RewardFn
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key, is_scorer_key
 from rlhf_cli.stages.common import batch_sizes, machine, model_loading, reading, scoring, trainable_model, training_rows
@@ -29,9 +30,11 @@ from rlhf_cli.stages.eval import evaluation_inputs
 from rlhf_cli.stages.ppo import prompt_rows, reward_sources, setup
 
 Row = TypeVar("Row")
+Prompts = data.Rows[Any] | None
 
 
-class StartModel(NamedTuple):
+@dataclass(frozen=True)
+class StartModel:
     """The model that a stage starts from: an existing folder, or the output of a stage that has yet to run."""
 
     parent: Parent | None = None  # None if nothing is known about it
@@ -39,7 +42,8 @@ class StartModel(NamedTuple):
     model_config: Any = None  # of transformers
 
 
-class Scorer(NamedTuple):
+@dataclass(frozen=True)
+class Scorer:
     """A reward model that a stage reads."""
 
     model_config: Any  # of transformers
@@ -60,148 +64,161 @@ class StageValidator:
 
     def check(self, stage: StageCheck) -> None:
         """Check one stage."""
-        checks = {"ppo": self._check_ppo, "eval": self._check_eval}
         if not stage.finished:  # a finished stage needs no memory or disk space
             self.report.attempt(machine.check, stage.config, stage.parents, runs_here=self.runs_here)
-        checks.get(stage.config.stage, self._check_training)(stage)
+
+        config = stage.config
+        if isinstance(config, PPOConfig):
+            self._check_ppo(stage, config)
+        elif isinstance(config, EvalConfig):
+            self._check_eval(stage, config)
+        else:
+            assert isinstance(config, TRLConfig)
+            self._check_training(stage, config)
         if self.deep:
             self._load_models(stage)
 
-    def _check_training(self, stage: StageCheck) -> None:
-        """Check SFT, the reward model or DPO; the number of packed sequences is not yet known."""
-        config = cast(TRLConfig, stage.config)
-        tokenizer, model_config = self._check_start(stage, config)
+    # SFT, reward model and DPO
+
+    def _check_training(self, stage: StageCheck, config: TRLConfig) -> None:
+        """Check the model, the rows and the batches; the number of packed sequences is not yet known."""
+        start = self._check_start(stage, config)
         if isinstance(config, SFTConfig) and "data.train" in stage.data:
             self.report.attempt(training_rows.log_packing, config)
 
-        read = partial(training_rows.read_split, config)
-        rows = self._read_rows(stage, "data.train", partial(read, "train", tokenizer, model_config))
-        held_out = self._read_rows(stage, "data.eval", partial(read, "eval", tokenizer, model_config))
+        def read(split: str) -> data.Rows[Any]:
+            return training_rows.read_split(config, split, start.tokenizer, start.model_config)
+
+        rows = self._read_rows(stage, "data.train", partial(read, "train"))
+        held_out = self._read_rows(stage, "data.eval", partial(read, "eval"))
         if isinstance(config, SFTConfig) and config.best_of:
-            self._check_best_of(stage, config.best_of, tokenizer, rows, held_out)
+            self._check_best_of(stage, config.best_of, start, rows, held_out)
         if rows is not None:
             with self.report.collecting():
-                training_rows.check_rows(config, rows, held_out, model_config)
+                training_rows.check_rows(config, rows, held_out, start.model_config)
             is_packed = isinstance(config, SFTConfig) and config.sft.packing
             settings = stages.settings_of(config)
             if settings.max_steps or not is_packed:
                 batch_sizes.warn_long_intervals(config, settings.steps(len(rows)))
             batches = batch_sizes.describe_batches(config, rows, packed=0 if is_packed else None)
             self.report.add(config.stage, "batches", batches)
-        self._add_pending_output(stage, tokenizer, model_config)
+        self._add_pending_output(stage, start)
 
-    def _check_start(self, stage: StageCheck, config: TRLConfig) -> tuple[Any, Any]:
-        """Check the model that a training starts from; return the tokenizer to train with and the model's config."""
-        parent, own_tokenizer, model_config = self._load_start(stage, "model.path")
+    def _check_start(self, stage: StageCheck, config: TRLConfig) -> StartModel:
+        """Check the model that a training starts from; return it with the tokenizer to train with."""
+        start = self._load_start(stage, "model.path")
+        model_config = start.model_config
         tokenizer = None
         with self.report.collecting():
             if isinstance(config, SFTConfig) and config.model.new is not None:
                 model_config = trainable_model.new_model_config(config)
-                tokenizer = self._new_tokenizer(stage)
-            if parent and model_config is not None:
+                tokenizer = self._new_tokenizer(stage, config)
+            if start.parent and model_config is not None:
                 if isinstance(config, RewardConfig):
                     trainable_model.check_can_sample(config, model_config)
                 lora.check_adapters(config, model_config)
-            if parent and own_tokenizer:
+            if start.parent and start.tokenizer:
                 if isinstance(config, SFTConfig):
-                    vocab_size = model_config.get_text_config().vocab_size
-                    tokenizers.check_vocabulary_size(vocab_size, own_tokenizer, config.where("model.path"))
-                tokenizer = trainable_model.prepare_tokenizer(config, own_tokenizer, parent.stage)
-        return tokenizer, model_config
+                    _check_vocabulary(model_config, start.tokenizer, config.where("model.path"))
+                tokenizer = trainable_model.prepare_tokenizer(config, start.tokenizer, start.parent.stage)
+        return StartModel(start.parent, tokenizer, model_config)
 
     def _check_best_of(
-        self,
-        stage: StageCheck,
-        best_of: BestOfSettings,
-        tokenizer: Any,
-        rows: data.Rows[Any] | None,
-        held_out: data.Rows[Any] | None,
+        self, stage: StageCheck, best_of: BestOfSettings, start: StartModel, rows: Prompts, held_out: Prompts
     ) -> None:
         """Check the reward model that selects the answers SFT is trained on."""
-        scorers = self._check_reward_models(stage, tokenizer)
+        scorers = self._check_reward_models(stage, start.tokenizer)
         if rows is not None:
             self._check_retokenized(stage, scorers, [*rows, *(held_out or [])])
             sampled = f"{best_of.n} answers of up to {best_of.response_length} tokens to each prompt are sampled"
             self.report.add("sft", "best_of", f"{sampled}, the best is trained on")
 
-    def _new_tokenizer(self, stage: StageCheck) -> Any:
+    def _new_tokenizer(self, stage: StageCheck, config: SFTConfig) -> Any:
         """Train the tokenizer of model.new and build the model if `deep`, since both take time."""
+        assert config.model.new
         if not self.deep:
             text = "sft model.new: its tokenizer and lengths in tokens; use --deep to train it now"
             self.report.not_checked.append(text)
-        elif trainable_model.TOKENIZER_DATA_KEY in stage.data:
-            config = cast(SFTConfig, stage.config)
-            assert config.model.new
-            tokenizer = trainable_model.prepare_tokenizer(config, trainable_model.train_tokenizer(config))
-            with at_location(config.where("model.new")):
-                model = build.new_causal_lm(config.model.new.config_fields(), tokenizer)
-                row_trial.require_rows_alone(model)
-            return tokenizer
-        return None
+            return None
+        if trainable_model.TOKENIZER_DATA_KEY not in stage.data:
+            return None
+        tokenizer = trainable_model.prepare_tokenizer(config, trainable_model.train_tokenizer(config))
+        with at_location(config.where("model.new")):
+            model = build.new_causal_lm(config.model.new.config_fields(), tokenizer)
+            row_trial.require_rows_alone(model)
+        return tokenizer
 
-    def _check_ppo(self, stage: StageCheck) -> None:
-        config = cast(PPOConfig, stage.config)
-        parent, tokenizer, model_config = self._check_policies(stage)
+    # PPO
+
+    def _check_ppo(self, stage: StageCheck, config: PPOConfig) -> None:
+        start = self._check_policies(stage)
         build_reward_fns = partial(reward_sources.build_reward_fns, load_models=False)
         reward_fns = self.report.attempt(build_reward_fns, config, self.options, stage.parents) or {}
         self.report.attempt(setup.check_hub_push, config, stage.parents.get("models.sft"))
         if not stage.finished:
             self.report.attempt(reward_card.check_required, config, stage.parents)
         with self.report.collecting():
-            if model_config is not None:
-                check_num_shared_layers(config, model_config)
-                lora.check_adapters(config, model_config)
+            if start.model_config is not None:
+                check_num_shared_layers(config, start.model_config)
+                lora.check_adapters(config, start.model_config)
 
-        scorers = self._check_reward_models(stage, tokenizer)
+        scorers = self._check_reward_models(stage, start.tokenizer)
         with self.report.collecting():
-            if parent is not None and tokenizer is not None and model_config is not None:
-                vocabulary = max(len(tokenizer), model_config.get_text_config().vocab_size)
-                setup.stop_token_id(config, tokenizer, parent, vocabulary)
-                for key, scorer in scorers.items():
-                    end = scoring.end_token_ids(scorer.tokenizer or tokenizer)
-                    scoring.warn_pad_is_end_token(scorer.model_config, end, config.where(key))
-
-        prompts = self._read_prompts(stage, "data.prompts", tokenizer, model_config)
-        held_out = self._read_prompts(stage, "data.eval_prompts", tokenizer, model_config)
-        self._read_rows(stage, "data.ptx_data", partial(prompt_rows.read_ptx, config, tokenizer, model_config))
-        if prompts is not None:
-            self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
-            self.report.attempt(prompt_rows.check_prompt_counts, config, prompts, held_out)
-            sections = {name: config.rewards[name] for name in reward_fns}
-            functions = {name: section.function for name, section in sections.items() if section.function}
-            with self.report.collecting():
-                reward_sources.check_reward_columns(config, reward_fns, prompts, held_out)
-                self._try_functions(stage, "rewards", functions, prompts, tokenizer)
-            self.report.add("ppo", "batches", prompt_rows.describe_batches(config, prompts))
-        self._add_pending_output(stage, tokenizer, model_config)
+            _check_ends(config, start, scorers)
+        self._check_prompts(stage, config, start, scorers, reward_fns)
+        self._add_pending_output(stage, start)
         self.policy_settings[config.folder] = config.ppo
 
-    def _read_prompts(
-        self, stage: StageCheck, key: str, tokenizer: Any, model_config: Any
-    ) -> data.Rows[data.Prompt] | None:
-        config = cast(PPOConfig, stage.config)
+    def _check_prompts(
+        self,
+        stage: StageCheck,
+        config: PPOConfig,
+        start: StartModel,
+        scorers: Mapping[str, Scorer],
+        reward_fns: Mapping[str, RewardFn],
+    ) -> None:
+        """Read the rows of PPO, and call its reward functions on some."""
         length = config.ppo.max_response_length
-        return self._read_rows(stage, key, partial(reading.read_prompts, config, key, tokenizer, model_config, length))
 
-    def _check_eval(self, stage: StageCheck) -> None:
-        config = cast(EvalConfig, stage.config)
-        _, tokenizer, model_config = self._check_policies(stage)
+        def read(key: str) -> data.Rows[data.Prompt]:
+            return reading.read_prompts(config, key, start.tokenizer, start.model_config, length)
+
+        prompts = self._read_rows(stage, "data.prompts", partial(read, "data.prompts"))
+        held_out = self._read_rows(stage, "data.eval_prompts", partial(read, "data.eval_prompts"))
+        read_ptx = partial(prompt_rows.read_ptx, config, start.tokenizer, start.model_config)
+        self._read_rows(stage, "data.ptx_data", read_ptx)
+        if prompts is None:
+            return
+
+        self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
+        self.report.attempt(prompt_rows.check_prompt_counts, config, prompts, held_out)
+        functions = {name: config.rewards[name].function for name in reward_fns}
+        with self.report.collecting():
+            reward_sources.check_reward_columns(config, reward_fns, prompts, held_out)
+            self._try_functions(stage, "rewards", functions, prompts, start.tokenizer)
+        self.report.add("ppo", "batches", prompt_rows.describe_batches(config, prompts))
+
+    # Evaluation
+
+    def _check_eval(self, stage: StageCheck, config: EvalConfig) -> None:
+        start = self._check_policies(stage)
         judges = self.report.attempt(evaluation_inputs.judge_functions, config) or {}
         evaluation_inputs.warn_of_selection_by_reward(config)
         if stage.parents.keys() >= {"models.sft", "models.ppo"}:
             self.report.attempt(evaluation_inputs.check_interpolation, config, self.options, stage.parents)
-        scorers = self._check_reward_models(stage, tokenizer)
+
+        scorers = self._check_reward_models(stage, start.tokenizer)
         length = self._response_length(stage, config)
-        read = partial(reading.read_prompts, config, "data.prompts", tokenizer, model_config, length)
+        read = partial(reading.read_prompts, config, "data.prompts", start.tokenizer, start.model_config, length)
         rows = self._read_rows(stage, "data.prompts", read)
         if rows is None:
             return
 
         self._check_retokenized(stage, scorers, list(rows))
-        functions = {name: judge for name, judge in config.judges.items() if name in judges and isinstance(judge, str)}
+        functions = {name: config.judges[name] for name in judges}
         with self.report.collecting():
             evaluation_inputs.check_columns_read(config, judges, rows)
-            self._try_functions(stage, "judges", functions, rows, tokenizer)
+            self._try_functions(stage, "judges", functions, rows, start.tokenizer)
         for train_rows in self.trained_on:
             data.warn_shared(train_rows, rows, where=config.where("data.prompts"))
 
@@ -210,27 +227,30 @@ class StageValidator:
         with self.report.collecting():
             folder = Path(config.models.ppo)
             policy = stage.parents.get("models.ppo")
-            settings = (
-                evaluation_inputs.ppo_settings(policy) if policy is not None else self.policy_settings.get(folder)
-            )
-            if settings is not None or policy is not None:
+            settings = evaluation_inputs.ppo_settings(policy) if policy else self.policy_settings.get(folder)
+            if settings or policy:
                 return evaluation_inputs.sampling_params(config, settings, folder, None).response_length
         return config.eval.response_length or 0
 
-    def _try_functions(
-        self, stage: StageCheck, section: str, specs: Mapping[str, str], prompts: Sequence[data.Prompt], tokenizer: Any
-    ) -> None:
-        """Call the functions of a section on two rows, unless the stage is finished.
+    # Functions and models of several stages
 
-        `specs`: name -> module:function.
-        """
+    def _try_functions(
+        self,
+        stage: StageCheck,
+        section: str,
+        sources: Mapping[str, object],
+        prompts: Sequence[data.Prompt],
+        tokenizer: Any,
+    ) -> None:
+        """Call the sources of a section that are module:function on two rows, unless the stage is finished."""
         config = stage.config
-        if stage.finished or not specs:
+        functions = {name: source for name, source in sources.items() if isinstance(source, str)}
+        if stage.finished or not functions:
             return
-        ends = scoring.end_token_ids(tokenizer) if tokenizer else ()
-        rows = trial.made_up_rows(prompts, tokenizer, ends[0] if ends else None)
+
+        rows = trial.made_up_rows(prompts, tokenizer, _first_end(tokenizer))
         tried = f"{len(rows.prompts)} rows with a made-up response"
-        job = trial.Trial(specs, config.file.parent, rows, every_row=section == "judges")
+        job = trial.Trial(functions, config.file.parent, rows, every_row=section == "judges")
         for name, outcome in trial.try_functions(job).items():
             key = f"{section}.{name}"
             if isinstance(outcome, RewardFormError):
@@ -259,8 +279,7 @@ class StageValidator:
         if key != "models.sft":
             self.report.add(stage, key, f"{shown(parent.path)}: {model_config.model_type}")
         if tokenizer:
-            vocab_size = model_config.get_text_config().vocab_size
-            tokenizers.check_vocabulary_size(vocab_size, tokenizer, None)
+            _check_vocabulary(model_config, tokenizer)
 
     def _check_reward_models(self, stage: StageCheck, tokenizer: Any) -> dict[str, Scorer]:
         """Check the reward models that exist, each folder once; return them by key."""
@@ -276,54 +295,64 @@ class StageValidator:
                 scorer = self._read_scorer(stage.config, key, parent, policy)
                 scorers[key] = scorer
                 if tokenizer is not None:
-                    vocab_size = scorer.model_config.get_text_config().vocab_size
-                    tokenizers.check_vocabulary_size(vocab_size, scorer.tokenizer or tokenizer, None)
+                    _check_vocabulary(scorer.model_config, scorer.tokenizer or tokenizer)
         return scorers
 
     def _read_scorer(self, config: Config, key: str, parent: Parent, policy: Parent | None) -> Scorer:
         model_config = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
-        tokenizer = policy and scoring.load_own_tokenizer(config, self.options, policy, parent)
-        note = "; encoded again for it" if tokenizer else ""
-        self.report.add(config.stage, key, f"{shown(parent.path)}: {model_config.model_type}, one label{note}")
+        tokenizer = scoring.load_own_tokenizer(config, self.options, policy, parent) if policy else None
+        found = f"{shown(parent.path)}: {model_config.model_type}, one label"
+        if tokenizer:
+            found += "; encoded again for it"
+        self.report.add(config.stage, key, found)
         return Scorer(model_config, tokenizer)
 
     def _known_parents(self, stage: StageCheck) -> dict[str, Parent]:
         """Return the input models that exist or that earlier stages will write."""
-        pending = {key: self.pending_outputs.get(folder) for key, folder in stage.pending.items()}
-        known = {key: replace(each.parent, key=key) for key, each in pending.items() if each and each.parent}
-        return stage.parents | known
+        known = dict(stage.parents)
+        for key, folder in stage.pending.items():
+            parent = self.pending_outputs.get(folder, StartModel()).parent
+            if parent:
+                known[key] = replace(parent, key=key)
+        return known
 
     def _check_retokenized(self, stage: StageCheck, scorers: Mapping[str, Scorer], prompts: list[data.Prompt]) -> None:
         """Check the prompts as tokenized by reward models that have their own tokenizer."""
-        retokenize = scoring.retokenize_prompts
         for key, scorer in scorers.items():
             if scorer.tokenizer:
-                self.report.attempt(retokenize, stage.config, key, scorer.tokenizer, prompts, scorer.model_config)
+                with self.report.collecting():
+                    scoring.retokenize_prompts(stage.config, key, scorer.tokenizer, prompts, scorer.model_config)
 
     def _load_start(self, stage: StageCheck, key: str) -> StartModel:
         """Return the model that the stage starts from, with a tokenizer that the caller may modify."""
-        config, options = stage.config, self.options
         if key in stage.pending:
-            start = self.pending_outputs.get(stage.pending[key], StartModel())
-            if start.tokenizer is None:
-                reason = f"the {stage.pending[key].name} stage's tokenizer is not known before it runs"
-                self.report.not_checked.append(f"{config.stage} {key}: {reason}, so no lengths in tokens")
-            return start._replace(tokenizer=deepcopy(start.tokenizer))
+            return self._pending_start(stage, key, stage.pending[key])
         if key not in stage.parents:
             return StartModel()
+
+        config = stage.config
         parent = stage.parents[key]
+        remote_code = self.options.trust_remote_code
         with self.report.collecting():
-            tokenizer = model_loading.load_tokenizer(config, options, parent)
+            tokenizer = model_loading.load_tokenizer(config, self.options, parent)
             with at_location(config.where(key)):
-                model_config = load.read_config(parent.model, options.trust_remote_code)
-            self.report.add(
-                config.stage, key, f"{shown(parent.path)}: {model_config.model_type}, {len(tokenizer)} tokens"
-            )
+                model_config = load.read_config(parent.model, remote_code)
+            found = f"{shown(parent.path)}: {model_config.model_type}, {len(tokenizer)} tokens"
+            self.report.add(config.stage, key, found)
+
             read_model_config = load.read_init_config if config.stage == "reward" else load.read_causal_lm_config
             with self.report.collecting(), at_location(config.where(key)):
-                read_model_config(parent.model, options.trust_remote_code)
+                read_model_config(parent.model, remote_code)
             return StartModel(parent, tokenizer, model_config)
         return StartModel()
+
+    def _pending_start(self, stage: StageCheck, key: str, folder: Path) -> StartModel:
+        """Return the model that an earlier stage will write."""
+        start = self.pending_outputs.get(folder, StartModel())
+        if start.tokenizer is None:
+            reason = f"the {folder.name} stage's tokenizer is not known before it runs"
+            self.report.not_checked.append(f"{stage.config.stage} {key}: {reason}, so no lengths in tokens")
+        return replace(start, tokenizer=deepcopy(start.tokenizer))
 
     def _load_models(self, stage: StageCheck) -> None:
         """Load each model that exists as the stage loads it, one at a time."""
@@ -347,16 +376,15 @@ class StageValidator:
                 uses_cache(model)
         self.report.add(config.stage, key, f"loaded, {model.num_parameters():,} parameters")
 
-    def _add_pending_output(self, stage: StageCheck, tokenizer: Any, model_config: Any) -> None:
+    def _add_pending_output(self, stage: StageCheck, start: StartModel) -> None:
         """Record the model that this stage will write, for the checks of later stages."""
         config = stage.config
         manifest = runs.Manifest()
-        if tokenizer is not None:
-            ends = scoring.end_token_ids(tokenizer)
-            fields = tokenizers.manifest_fields(tokenizer, ends[0] if ends else None)
+        if start.tokenizer is not None:
+            fields = tokenizers.manifest_fields(start.tokenizer, _first_end(start.tokenizer))
             manifest = runs.Manifest.model_validate(fields)
         parent = Parent("", config.folder, config.stage, config.folder / "model", sha256="", manifest=manifest)
-        self.pending_outputs[config.folder] = StartModel(parent, tokenizer, model_config)
+        self.pending_outputs[config.folder] = replace(start, parent=parent)
 
     def _read_rows(self, stage: StageCheck, key: str, read: Callable[[], data.Rows[Row]]) -> data.Rows[Row] | None:
         """Read the rows of a data key and add a line on them; None if the key has no file, or after an error."""
@@ -364,10 +392,11 @@ class StageValidator:
         if rows is None:
             return None
 
+        noun = "prompts" if key.endswith("prompts") else "rows"
         self.report.add(
             stage.config.stage,
             key,
-            _describe_rows(rows, "prompts" if key.endswith("prompts") else "rows"),
+            _describe_rows(rows, noun),
             rows=len(rows),
             read=rows.num_read,
             asked=rows.num_expected,
@@ -377,6 +406,28 @@ class StageValidator:
         if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
             self.trained_on.append(rows)
         return rows
+
+
+def _check_ends(config: PPOConfig, start: StartModel, scorers: Mapping[str, Scorer]) -> None:
+    """Check the tokens that end an answer, of the policy and of the reward models. Raises RLHFError C06, T06."""
+    if start.parent is None or start.tokenizer is None or start.model_config is None:
+        return
+    vocabulary = max(len(start.tokenizer), start.model_config.get_text_config().vocab_size)
+    setup.stop_token_id(config, start.tokenizer, start.parent, vocabulary)
+    for key, scorer in scorers.items():
+        end = scoring.end_token_ids(scorer.tokenizer or start.tokenizer)
+        scoring.warn_pad_is_end_token(scorer.model_config, end, config.where(key))
+
+
+def _check_vocabulary(model_config: Any, tokenizer: Any, where: str | None = None) -> None:
+    """Raise RLHFError if a tokenizer has ids that a model does not have."""
+    tokenizers.check_vocabulary_size(model_config.get_text_config().vocab_size, tokenizer, where)
+
+
+def _first_end(tokenizer: Any) -> int | None:
+    """Return the first of the tokens that end an answer."""
+    ends = scoring.end_token_ids(tokenizer) if tokenizer else ()
+    return ends[0] if ends else None
 
 
 def _loader(config: Config, key: str) -> Callable[..., Any]:

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.jsonl import is_number
+from rlhf_cli.runs.layout import MANIFEST
 from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.read import Row, Stage
 from rlhf_cli.runs.report import PPO_OVER_SFT
@@ -17,25 +18,36 @@ HEADLINES = {
     "dpo": (("accuracy", "accuracy_ci95"), ("rewards/accuracies",)),
     "ppo": (("objective/scores", "objective/kl_k1"), ("objective/scores", "objective/kl_k1")),
 }
-Source = Literal["manifest.json", "metrics.jsonl"]
+LOG = "metrics.jsonl"
 
 
-def headline(stage: Stage) -> tuple[Mapping[str, Any], Source | None]:
-    """Return a stage's main metrics, and the file that they are from."""
-    is_finished = stage.state == "finished"
+class Headline(NamedTuple):
+    """Main metrics of a stage, and the file that they are from; None without metrics."""
+
+    metrics: Mapping[str, Any]
+    source: str | None
+
+
+def headline(stage: Stage) -> Headline:
+    """Return a stage's main metrics: of a finished one from its manifest, else from its log."""
+    if stage.state == "finished":
+        final = _final_metrics(stage)
+        if final:
+            return Headline(final, MANIFEST)
+    if stage.name != "eval":
+        _, names = HEADLINES[stage.name]
+        for row in reversed(stage.progress.rows):
+            logged = _pick(row, names)
+            if logged:
+                return Headline(logged, LOG)
+    return Headline({}, None)
+
+
+def _final_metrics(stage: Stage) -> dict[str, Any]:
     if stage.name == "eval":
-        rate = _win_rate(stage.manifest) if is_finished else {}
-        return rate, "manifest.json" if rate else None
-
-    of_manifest, of_log = HEADLINES[stage.name]
-    final = _pick(stage.manifest.metrics, of_manifest) if is_finished else {}
-    if final:
-        return final, "manifest.json"
-    for row in reversed(stage.progress.rows):
-        logged = _pick(row, of_log)
-        if logged:
-            return logged, "metrics.jsonl"
-    return {}, None
+        return _win_rate(stage.manifest)
+    names, _ = HEADLINES[stage.name]
+    return _pick(stage.manifest.metrics, names)
 
 
 def _pick(metrics: Row, names: Sequence[str]) -> dict[str, Any]:

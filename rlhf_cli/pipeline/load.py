@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from rlhf_cli.config.base import Config
@@ -37,13 +38,18 @@ def select_stages(
 
     Raises C07 for an unknown stage, C09 for a stage without a config, C17 for options that contradict each other.
     """
-    for option, stages in (("--only", only), ("--force", force), ("--from", [start] if start else [])):
-        for stage in stages:
-            _require_config(option, stage, files, folder)
+    for stage in only:
+        _require_config("--only", stage, files, folder)
+    for stage in force:
+        _require_config("--force", stage, files, folder)
+    if start:
+        _require_config("--from", start, files, folder)
     if only and start:
         raise RLHFError("C17", "--only and --from contradict each other", hint="give one of the two")
 
-    names = only or STAGES[STAGES.index(start) if start else 0 :]
+    names = only or STAGES
+    if start:
+        names = STAGES[STAGES.index(start) :]
     selected = {stage: path for stage, path in files.items() if stage in names}
     excluded = [stage for stage in force if stage not in selected]
     if excluded:
@@ -116,10 +122,9 @@ def _unknown_key_problem(key: str, stages: Sequence[str]) -> Problem:
 
 def _similar_key(key: str, stages: Sequence[str]) -> str | None:
     """Return a key of a stage that ends in this one, or else the section with the closest name."""
-    for stage in stages:
-        for path in keys(stage):
-            if path.endswith(f".{key}"):
-                return path
+    for path in chain.from_iterable(keys(stage) for stage in stages):
+        if path.endswith(f".{key}"):
+            return path
 
     sections = {name for stage in stages for name in CONFIGS[stage].model_fields}
     return closest_match(_section_of(key), sorted(sections))

@@ -9,6 +9,7 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.data import sources
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.pipeline.decide import describe_status
+from rlhf_cli.runs.layout import MANIFEST
 from rlhf_cli.runs.parents import Parent
 
 
@@ -38,7 +39,7 @@ def _find_parents(config: Config) -> tuple[dict[str, Parent], list[str]]:
             parent = runs.open_reference(config, reference)
         except RLHFError as error:
             earlier = [Path(config.run) / stage for stage in reference.expect]
-            if path not in earlier or (path / "manifest.json").exists():
+            if path not in earlier or (path / MANIFEST).exists():
                 raise
             lines.append(f"{key}: not ready: {error.problems[0].text}")
         else:

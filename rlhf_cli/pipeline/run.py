@@ -14,7 +14,7 @@ from rlhf_cli.pipeline import children
 from rlhf_cli.pipeline.decide import check_inputs_exist, decide_stage, plan_stages, stage_status
 from rlhf_cli.pipeline.load import find_configs, load_all, route_overrides, select_stages
 from rlhf_cli.report import show
-from rlhf_cli.runs.layout import REPORT
+from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE
 from rlhf_cli.runs.report import read_report
 
 
@@ -86,12 +86,12 @@ def run_folder(
 
 def _is_complete_evaluation(config: Config) -> bool:
     """Return True for an evaluation that is complete, and that failed because it does not meet its requirements."""
-    return isinstance(config, EvalConfig) and (config.folder / "manifest.json").is_file()
+    return isinstance(config, EvalConfig) and (config.folder / MANIFEST).is_file()
 
 
 def _show_evaluation(config: EvalConfig) -> None:
     """Print the report of an evaluation that is up to date. Raises RLHFError R06 for an unmet requirement."""
-    if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
+    if not (config.folder / REPORT_PAGE).exists():  # killed between writing the manifest and the HTML report
         show.write_beside(config.folder)
     print_report(config.folder)
     check_requirements(read_report(config.folder), config.eval.require, where=config.where)
@@ -104,18 +104,18 @@ def show_summary(
     *,
     met: bool = True,
 ) -> None:
-    """Print the end of a run: the report's headline, next commands, and overrides that no config file has.
+    """Print the end of a run: the conclusion of the report, next commands, and overrides that no config file has.
 
     `overrides` are those of each stage; `met`: the evaluation meets its requirements.
     """
     commands = []
     if "eval" in configs:
         evaluation = configs["eval"].folder
-        if (evaluation / REPORT).is_file():
-            headline, is_suspect = show.brief(evaluation)
-            terminal.out(f"the page says: {headline}")
+        if (evaluation / REPORT_PAGE).is_file():
+            conclusion, is_suspect = show.brief(evaluation)
+            terminal.out(f"the page says: {conclusion}")
             if not met or is_suspect:
-                commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")
+                commands.append(f"open {shell_path(evaluation / REPORT_PAGE)} in a browser")
         if met and "ppo" in configs:
             step = " --step selected" if read_report(evaluation).selected_step is not None else ""
             commands.append(f"rlhf chat {shell_path(folder)} --compare sft,ppo")

@@ -56,8 +56,8 @@ def read_run_and_next(folder: Path, overrides: Sequence[str] = ()) -> tuple[Run,
         if stage in files or stage in started:
             stage_folder = configs[stage].folder if stage in configs else root / stage
             status = statuses.get(stage)
-            comparison = status if isinstance(status, StageStatus) else None
-            stages[stage] = read_stage_at_work(stage, stage_folder, comparison)
+            known = status if isinstance(status, StageStatus) else None
+            stages[stage] = read_stage_at_work(stage, stage_folder, known)
 
     run = Run(root.name, root, stages, bases=_unfinished(_bases(root, configs.values())))
     if any(stage.process for stage in run.all_stages.values()):

@@ -30,8 +30,10 @@ SHALLOW_LAYERS = (1, 5)  # of a deep model
 MAX_SHALLOW_TOKENS = 512  # of its measured rows
 MAX_NEW_TOKENS = 9  # of a measured response
 MAX_SHALLOW_SHARE = 0.25  # of the memory, for weights, gradients and moments of a shallow model
-MAX_CALLS, MAX_CALLS_S = 3, 2.5  # per function and round: number of calls, seconds after which none is added
-MAX_ROUNDS, MAX_ROUNDS_S = 5, 10.0  # on a busy machine: number of rounds, seconds after which none is added
+MAX_CALLS = 3  # per function and round
+MAX_CALLS_S = 2.5  # after which no call is added
+MAX_ROUNDS = 5  # on a busy machine
+MAX_ROUNDS_S = 10.0  # after which no round is added
 MAX_PRODUCT_ROWS = 4096
 
 
@@ -114,18 +116,20 @@ def _measure(
     measured = _measured_rows(stage, computing, last, shallow=len(layers) > 1)
     times = _pass_times(policy, layers, measured)
 
-    rows, mean = measured.rows, measured.lengths
+    rows = measured.rows
+    mean = measured.lengths
     answers = 0 if policy.scorer else rows * mean.response
-    forward = times.forward, policy.forward_flops(rows, mean.row, answers)
-    training = times.train, policy.training_flops(rows, mean.row, answers)
-    generating = times.generate, policy.generation_flops(measured.generated, mean)
-    passes = {"rollout": generating, "judge": forward, "evaluate": forward}
-
     seconds = dict(products)
     for phase in computing:
-        if phase.name != "normalize":
-            pass_seconds, pass_flops = passes.get(phase.name, training)
-            seconds[phase.name] = phase.flops / pass_flops * pass_seconds
+        if phase.name == "rollout":
+            flops = policy.generation_flops(measured.generated, mean)
+            seconds[phase.name] = phase.flops / flops * times.generate
+        elif phase.name in ("judge", "evaluate"):
+            flops = policy.forward_flops(rows, mean.row, answers)
+            seconds[phase.name] = phase.flops / flops * times.forward
+        elif phase.name != "normalize":
+            flops = policy.training_flops(rows, mean.row, answers)
+            seconds[phase.name] = phase.flops / flops * times.train
     seconds[last.name] += times.step * _optimizer_steps(stage)
     return Duration(seconds, run=True, share=times.share)
 
@@ -156,8 +160,16 @@ def _pass_times(policy: ModelSize, layers: tuple[int, ...], sizes: Measured) -> 
     times = []
     for number in layers:
         model = _make_model(policy, number)
-        lengths = sizes.lengths.prompt, sizes.lengths.response
-        times.append(measure_passes(model, sizes.rows, *lengths, sizes.new_tokens, sizes.generated, bf16=policy.bf16))
+        passes = measure_passes(
+            model,
+            sizes.rows,
+            sizes.lengths.prompt,
+            sizes.lengths.response,
+            new_tokens=sizes.new_tokens,
+            generated=sizes.generated,
+            bf16=policy.bf16,
+        )
+        times.append(passes)
     if len(times) == 1:
         return times[0]
 
@@ -278,7 +290,8 @@ def _min_seconds(call: Callable[[], Any]) -> float:
 
 def measure_flops(rows: int, hidden: int) -> tuple[float, float]:
     """Return FLOP/s of the product (rows, hidden) x (hidden, 4 hidden) in float32, and the CPU share it had."""
-    rows, width = min(rows, MAX_PRODUCT_ROWS), 4 * hidden
+    rows = min(rows, MAX_PRODUCT_ROWS)
+    width = 4 * hidden
     left = torch.zeros(rows, hidden, device=devices.device())
     right = torch.zeros(hidden, width, device=devices.device())
     seconds, share = fastest(lambda: left @ right)

@@ -107,16 +107,16 @@ class Estimate:
 def estimate_stage(config: Config, inputs: StageInputs, mode: str | None, target: Target) -> Estimate:
     """Estimate a stage per process, in a mode or, if None, that of the config. Raises RLHFError C06."""
     mode = mode or mode_of(config)
-    data, bodies = inputs.data, inputs.bodies
+    data = inputs.data
     if isinstance(config, PPOConfig):
-        check_num_shared_layers(config, bodies["models.sft"])
-        models, ppo = ppo_memory(config, bodies, mode, target, data.lengths, inputs.adapters)
+        check_num_shared_layers(config, inputs.bodies["models.sft"])
+        models, ppo = ppo_memory(config, inputs.bodies, mode, target, data.lengths, inputs.adapters)
         steps = scale_to_world_size(config, target.processes).ppo.num_updates(max(1, data.rows))
-        return Estimate(config, mode, models, data, ppo.phases(), steps, target)
+        return Estimate(config, mode, models, data=data, phases=ppo.phases(), steps=steps, target=target)
     if isinstance(config, EvalConfig):  # adapters are loaded onto the full weights of models.sft
-        models = evaluation_models(config, bodies, target, inputs.adapters)
+        models = evaluation_models(config, inputs.bodies, target, inputs.adapters)
         phases = _evaluation_phases(config, models, inputs)
-        return Estimate(config, "full", models, data, phases, 1, target)
+        return Estimate(config, "full", models, data=data, phases=phases, steps=1, target=target)
     assert isinstance(config, TRLConfig)
     return _estimate_training(config, inputs, mode, target)
 
@@ -125,9 +125,10 @@ def estimate_stage(config: Config, inputs: StageInputs, mode: str | None, target
 
 
 def _estimate_training(config: TRLConfig, inputs: StageInputs, mode: str, target: Target) -> Estimate:
-    settings, data = stages.settings_of(config), inputs.data
+    settings = stages.settings_of(config)
+    data = inputs.data
     model = trl_model(config, inputs.bodies, mode, target)
-    models = dict.fromkeys((use.role for use in models_in_memory(config)), model)
+    models = {use.role: model for use in models_in_memory(config)}
     steps = settings.steps(max(1, data.rows), target.processes)
 
     fixed = trl_fixed(config, model, target)
@@ -142,7 +143,7 @@ def _estimate_training(config: TRLConfig, inputs: StageInputs, mode: str, target
         frozen = _best_of_models(config, inputs, target)
         phases = [*_best_of_phases(config.best_of, frozen, inputs, target), *phases]
         models["reward"] = frozen["reward"]
-    return Estimate(config, mode, models, data, phases, steps, target)
+    return Estimate(config, mode, models, data=data, phases=phases, steps=steps, target=target)
 
 
 def trl_model(config: TRLConfig, bodies: Bodies, mode: str, target: Target) -> ModelSize:
@@ -198,7 +199,7 @@ def _measuring_phases(config: TRLConfig, model: ModelSize, data: DataSize, steps
 
 def _reading_phase(config: TRLConfig, model: ModelSize, data: DataSize, steps: int, processes: int) -> Phase:
     """Return the phase that reads the held-out rows, as often as a run does."""
-    settings, average = stages.settings_of(config), data.lengths.average
+    settings = stages.settings_of(config)
     step_rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * processes
     epochs = steps * step_rows / max(1, data.rows)
     times = math.ceil(steps / settings.eval_steps if settings.eval_steps else epochs)
@@ -210,6 +211,7 @@ def _reading_phase(config: TRLConfig, model: ModelSize, data: DataSize, steps: i
         read *= 4
     read = math.ceil(read / processes)
 
+    average = data.lengths.average
     rows = settings.per_device_eval_batch_size
     reading = {"weights": model.weights, "activations": model.reading(rows, data.lengths.row)}
     answers = 0 if isinstance(config, RewardConfig) else read * average.response
@@ -230,9 +232,10 @@ def _best_of_models(config: SFTConfig, inputs: StageInputs, target: Target) -> M
 
 def _best_of_phases(settings: BestOfSettings, frozen: Models, inputs: StageInputs, target: Target) -> list[Phase]:
     """Return what SFT with best_of does first: n answers to each prompt are sampled and scored, some at a time."""
-    policy, reward = frozen["policy"], frozen["reward"]
-    data, lengths = inputs.data, inputs.data.lengths
-    answers = settings.n * (data.rows + data.evaluated)
+    policy = frozen["policy"]
+    reward = frozen["reward"]
+    lengths = inputs.data.lengths
+    answers = settings.n * (inputs.data.rows + inputs.data.evaluated)
     total = math.ceil(answers / target.processes)
     rows = max(1, min(settings.per_device_batch_size, total))
 
@@ -270,7 +273,8 @@ def ppo_memory(
     is_compiled = target.gpu and compiled.is_wanted(config, policy.parameters)
     policy = replace(policy, compiled=is_compiled)
 
-    models, keys = {"policy": policy, "reference": policy}, dict[str, str]()
+    models = {"policy": policy, "reference": policy}
+    keys: dict[str, str] = {}
     for use in models_in_memory(config):
         if use.role not in ("value", "reward") or use.key not in bodies:
             continue

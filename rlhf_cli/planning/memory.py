@@ -8,6 +8,7 @@ The shares and copies below make an estimate 0 to 15 % larger than the peaks tha
 (tests/planning/test_memory_recorded.py).
 """
 
+import math
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -23,15 +24,19 @@ GPU_SHARE = 0.85  # of a GPU's memory that a plan may fill; the rest is for kern
 
 # Copies of a micro-batch's logits (N, V) in float32: logits, log-probs, the terms of the entropy, gradients. Under
 # autocast on a GPU there are copies in bfloat16, too.
-SFT_COPIES, SAMPLE_COPIES, JUDGE_COPIES = 4, 2, 4
-UPDATE_COPIES_CPU, UPDATE_COPIES_GPU = 7, 9
+SFT_COPIES = 4
+SAMPLE_COPIES = 2
+JUDGE_COPIES = 4
+UPDATE_COPIES_CPU = 7
+UPDATE_COPIES_GPU = 9
 FULL_KL_COPIES = 3.25  # more of them if the loss or penalty compares full distributions
 
 # Freed memory that glibc's malloc keeps on a CPU, as a share of the tensors (docs/results/memory.md, chat-model.md):
 # half of it after the first steps, all of it after some 25. PPO's phases allocate tensors of different sizes in turn;
 # batches of pairs have the widths of their pairs.
 FRAGMENTATION = {"sft": 0.24, "reward": 0.69, "dpo": 0.69, "ppo": 0.7, "eval": 0.22}
-FIRST_SHARE, SHARE_OF_A_STEP = 0.5, 0.02
+FIRST_SHARE = 0.5
+SHARE_OF_A_STEP = 0.02
 TRL_BYTES = 220_000_000  # that TRL and datasets add to torch and transformers
 OTHER_BYTES = 40_000_000  # of a run: its rows, its tokenizer, and blocks too small to be given back
 
@@ -84,16 +89,30 @@ def rollout_phase(policy: ModelSize, fixed: Bytes, rows: int, total: int, length
     return Phase("rollout", rows, peak(fixed, prefill, last_token), flops)
 
 
-def overhead_bytes(stage: str, tensors: int, *, steps: int, gpu: bool, process: int) -> dict[str, int]:
-    """Return what a process on a CPU needs beside its tensors: freed memory that malloc keeps, libraries.
+@dataclass(frozen=True)
+class Overhead:
+    """Bytes that a process on a CPU needs beside its tensors."""
+
+    holes: int  # freed memory that malloc keeps
+    libraries: int
+
+    @property
+    def total(self) -> int:
+        return self.holes + self.libraries
+
+
+def estimate_overhead(stage: str, tensors: int, *, steps: int, gpu: bool, process: int) -> Overhead:
+    """Return what a process of a stage needs beside `tensors`, its bytes at the peak; nothing on a GPU.
 
     `steps`: of the optimizer, or updates of PPO. `process`: bytes of this process before it computes.
     """
     if gpu:
-        return {"holes": 0, "libraries": 0}
+        return Overhead(0, 0)
     grown = 1.0 if stage == "eval" else min(1.0, FIRST_SHARE + SHARE_OF_A_STEP * steps)
-    libraries = process + OTHER_BYTES + (TRL_BYTES if stage in ("sft", "reward", "dpo") else 0)
-    return {"holes": round(grown * FRAGMENTATION[stage] * tensors), "libraries": libraries}
+    libraries = process + OTHER_BYTES
+    if stage in ("sft", "reward", "dpo"):
+        libraries += TRL_BYTES
+    return Overhead(round(grown * FRAGMENTATION[stage] * tensors), libraries)
 
 
 # SFT, reward model and DPO
@@ -133,13 +152,15 @@ def evaluation_phases(
     policies: list[ModelSize], judges: list[ModelSize], weights: int, rows: int, total: int, lengths: Lengths
 ) -> list[Phase]:
     """Return the phases of an evaluation. `policies` are those in memory at once: SFT and one other."""
+    sft = policies[0]
+    vocabulary = sft.shape.vocabulary
+    fixed = {"weights": weights}
     rows = max(1, min(rows, total))
-    fixed, width, sft = {"weights": weights}, lengths.average.row, policies[0]
     answers = rows * lengths.response
     reading = max(model.reading(rows, lengths.row) for model in (*policies, *judges))
-    chunk = min(answers, forward.logit_chunk_size(sft.shape.vocabulary))
-    logits = SAMPLE_COPIES * FLOAT32 * chunk * sft.shape.vocabulary
+    logits = SAMPLE_COPIES * FLOAT32 * min(answers, forward.logit_chunk_size(vocabulary)) * vocabulary
 
+    width = lengths.average.row
     flops = sum(model.forward_flops(rows, width) for model in judges)
     flops += sum(model.forward_flops(rows, width - 1, answers) for model in policies)
     judging = peak(fixed, {"activations": reading}, {"logits": logits})
@@ -187,7 +208,8 @@ class PPOMemory:
     @property
     def logits(self) -> int:
         """Bytes of a copy of the logits that are in memory at a time."""
-        vocabulary, answers = self.policy.shape.vocabulary, self.rows * self.lengths.response
+        vocabulary = self.policy.shape.vocabulary
+        answers = self.rows * self.lengths.response
         chunk = logits_chunk_size(self.settings, vocabulary, on_cpu=not self.gpu) or answers
         return FLOAT32 * min(chunk, answers) * vocabulary
 
@@ -195,19 +217,20 @@ class PPOMemory:
 
     def weights(self) -> dict[str, int]:
         """Return the bytes that each model adds to those of the others."""
-        policy, settings = self.policy, self.settings
+        policy = self.policy
+        settings = self.settings
         weights = {"policy": policy.weights, "value": FLOAT32 * self.head, "reference": 0, "average": 0}
         if not policy.adapters:
             shared = policy.shared * policy.shape.itemsize
             in_bf16 = settings.bf16 and not shared and (settings.offload or not settings.fsdp)
             weights["reference"] = policy.full_weights if in_bf16 else policy.weights - shared
+
+        scorers = dict(self.rewards)
         if self.value:
-            weights["value"] = self.value.weights
-        weights |= {name: model.weights for name, model in self.rewards.items()}
-        models = {"value": self.value, **self.rewards}
-        for name in self.sharing:
-            model = models[name]
-            weights[name] = model.gradients if model else 0
+            scorers["value"] = self.value
+        for name, model in scorers.items():
+            weights[name] = model.gradients if name in self.sharing else model.weights
+
         if self.engine == "graph" and self.gpu and settings.bf16 and not policy.adapters:
             weights["engine"] = 2 * policy.parameters  # a copy in bfloat16
         if settings.average and not self.gpu:
@@ -282,7 +305,7 @@ class PPOMemory:
         """
         rows = episodes
         while rows > 1 and self.gpu and self._rollout(rows).total > GPU_SHARE * self.memory:
-            rows = -(-rows // 2)
+            rows = math.ceil(rows / 2)
         return rows
 
     def _rollout(self, rows: int) -> Phase:
@@ -290,23 +313,27 @@ class PPOMemory:
 
     def _judge(self) -> Phase:
         """Score the episodes, then compare policy, reference and value model on micro-batches."""
-        settings, policy, lengths = self.settings, self.policy, self.lengths
+        settings = self.settings
+        policy = self.policy
+        lengths = self.lengths
         episodes = settings.episodes_per_update
         at_once = min(settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size, episodes)
-        answers, width = self.rows * lengths.response, lengths.row - 1  # a row's last token is not read
-        scoring = [
-            peak(self.fixed("judge", name), {"activations": model.reading(at_once, lengths.row)})
-            for name, model in self.rewards.items()
-        ]
+        peaks = []
+        for name, model in self.rewards.items():
+            peaks.append(peak(self.fixed("judge", name), {"activations": model.reading(at_once, lengths.row)}))
 
+        answers = self.rows * lengths.response
+        width = lengths.row - 1  # a row's last token is not read
         states = 2 * answers * policy.shape.hidden * policy.shape.itemsize
         casts = sum(model.kept(width).copies for model in self.learning)
         reading = states + casts + policy.reading(self.rows, width)
         if policy.compiled:  # it runs the update's function, which keeps what a backward pass needs
             reading = states + policy.training(self.rows, width)[1]
-        copies = JUDGE_COPIES + (FULL_KL_COPIES if settings.kl_estimator == "full" else 0)
+        copies: float = JUDGE_COPIES
+        if settings.kl_estimator == "full":
+            copies += FULL_KL_COPIES
         fixed = self.fixed("judge", "reference")
-        comparing = peak(fixed, {"activations": reading}, {"activations": states, "logits": copies * self.logits})
+        peaks.append(peak(fixed, {"activations": reading}, {"activations": states, "logits": copies * self.logits}))
 
         mean = lengths.average.row - 1
         flops = 2 * policy.forward_flops(self.rows, mean, answers)
@@ -314,17 +341,22 @@ class PPOMemory:
             flops += self.value.forward_flops(self.rows, mean)
         flops *= episodes / self.rows
         flops += sum(model.forward_flops(episodes, mean + 1) for model in self.rewards.values())
-        largest = max([*scoring, comparing], key=lambda size: sum(size.values()))
+        largest = max(peaks, key=lambda size: sum(size.values()))
         return Phase("judge", self.rows, largest, flops)
 
     def _update(self) -> Phase:
         """Train the value model, then the policy, on micro-batches, and step."""
-        settings, policy, lengths = self.settings, self.policy, self.lengths
+        settings = self.settings
+        policy = self.policy
+        lengths = self.lengths
         compares = settings.kl_in == "loss" and settings.kl_estimator == "full"  # policy and reference
-        answers, width = self.rows * lengths.response, lengths.row - 1
+        answers = self.rows * lengths.response
+        width = lengths.row - 1
 
         copies: float = UPDATE_COPIES_GPU if self.gpu and settings.bf16 else UPDATE_COPIES_CPU
-        copies += policy.shape.softcaps + (FULL_KL_COPIES if compares else 0)
+        copies += policy.shape.softcaps
+        if compares:
+            copies += FULL_KL_COPIES
         moments = training_moments(policy, self.rows, width, copies * self.logits)
         if self.value:
             moments += training_moments(self.value, self.rows, width)

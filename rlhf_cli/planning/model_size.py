@@ -25,8 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rlhf_cli.config.sections import Adapters, LoRA
 from rlhf_cli.models import build, lora, sharding
 
-FLOAT32, BFLOAT16 = 4, 2  # bytes of a number
-MOMENTS, EIGHT_BIT_MOMENTS = 2, 2 * (1 + FLOAT32 / 256) / FLOAT32  # of AdamW, in sizes of the weights; scales included
+FLOAT32 = 4  # bytes of a number
+BFLOAT16 = 2
+MOMENTS = 2  # of AdamW, in sizes of the weights
+EIGHT_BIT_MOMENTS = 2 * (1 + FLOAT32 / 256) / FLOAT32  # scales included
 FOUR_BITS = 0.5 + FLOAT32 / lora.BLOCK_SIZE  # bytes of a number, scales included
 DEFAULT_ADAPTERS: LoRA = Adapters(kind="lora")
 
@@ -291,16 +293,15 @@ class ModelSize:
     @cached_property
     def weights(self) -> int:
         """Bytes in memory."""
-        shape, adapters = self.shape, FLOAT32 * self.adapter_numbers
+        shape = self.shape
         is_fixed = self.frozen or self.adapters is not None
-        matrix = float(shape.itemsize)
+        itemsize = float(shape.itemsize)  # of a number of a matrix
         if self.four_bits:
-            matrix = FOUR_BITS
+            itemsize = FOUR_BITS
         elif self.bf16 and is_fixed:
-            matrix = min(shape.itemsize, BFLOAT16)
-        return (
-            round((shape.parameters - shape.matrix_numbers) * shape.itemsize + shape.matrix_numbers * matrix) + adapters
-        )
+            itemsize = min(shape.itemsize, BFLOAT16)
+        others = (shape.parameters - shape.matrix_numbers) * shape.itemsize
+        return round(others + shape.matrix_numbers * itemsize) + FLOAT32 * self.adapter_numbers
 
     @property
     def full_weights(self) -> int:

@@ -172,8 +172,8 @@ class MemoryPlanner:
             sampled=config.eval.n if stage == "eval" else 0,
         )
         tensors = estimate_stage(config, inputs, None, self.target).peak.total
-        overhead = memory.overhead_bytes(stage, tensors, steps=MANY_STEPS, gpu=self.target.gpu, process=self.process)
-        return tensors + sum(overhead.values())
+        overhead = memory.estimate_overhead(stage, tensors, steps=MANY_STEPS, gpu=self.target.gpu, process=self.process)
+        return tensors + overhead.total
 
 
 def memory_line(what: object, chosen: Placement, target: Target, other: str = "", than: Placement | None = None) -> str:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.patches import Polygon
 
 # Placeholder colors, replaced by the page's own, which follow light and dark mode.
-INK, MUTED, GRID, BAND = "#010203", "#010204", "#010205", "#010206"
+INK = "#010203"
+MUTED = "#010204"
+GRID = "#010205"
+BAND = "#010206"
 SERIES = ("#010211", "#010212", "#010213", "#010214", "#010215", "#010216")
 ALARM = "#010221"
 VARIABLES = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)", BAND: "var(--band)", ALARM: "var(--bad)"}
@@ -95,8 +98,8 @@ def _inline(svg: str, name: str, about: str) -> str:
     body = body[body.index(">") + 1 :]
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.S)
     body = body.replace("xlink:href", "href")
-    size = r"font-family: [^;\"]*;?|font: (\d+px)[^;\"]*"
-    body = re.sub(size, lambda match: f"font-size: {match[1]}" if match[1] else "", body)
+    body = re.sub(r"font-family: [^;\"]*;?", "", body)
+    body = re.sub(r"font: (\d+px)[^;\"]*", r"font-size: \1", body)
     body = _with_short_ids(body, name)
     for color, variable in VARIABLES.items():
         body = body.replace(color, variable)
@@ -172,11 +175,12 @@ def _range_with_margin(values: Sequence[float]) -> tuple[float, float]:
 def _shade(band: Band, steps: list[float], visible_range: tuple[float, float], axis: "Axes") -> None:
     """Shade the visible part of a healthy range."""
     low, high = visible_range
-    bottom = [min(max(value, low), high) for value in band[0]]
-    top = [min(max(value, low), high) for value in band[1]]
+    bottom = [min(max(value, low), high) for value in band.low]
+    top = [min(max(value, low), high) for value in band.high]
     if len(steps) == 1:
         steps = [steps[0] - 0.5, steps[0] + 0.5]
-        bottom, top = bottom * 2, top * 2
+        bottom *= 2
+        top *= 2
     mark(axis.fill_between(steps, bottom, top, color=BAND, linewidth=0), "healthy")
 
 
@@ -234,7 +238,8 @@ def draw_bars(counts: Sequence[float], edges: Sequence[float], x: str, y: str, a
     bars = axis.bar(range(len(counts)), counts, color=SERIES[0], width=0.85)
     for index, bar in enumerate(bars):
         mark(bar, f"bar-{index}")
-    axis.set_xticks([index + 0.5 for index in range(len(edges))], [number(edge) for edge in edges])
+    places = [index + 0.5 for index in range(len(edges))]
+    axis.set_xticks(places, [number(edge) for edge in edges])
     axis.set(xlabel=x, ylabel=y)
     axis.grid(visible=False, axis="x")
 

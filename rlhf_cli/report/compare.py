@@ -1,7 +1,7 @@
 """Comparison of several runs on one page: results with mean and spread, curves, and the settings that differ."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -28,15 +28,20 @@ def of_runs(runs: list[Run]) -> str:
     names = short_names([run.folder for run in runs])
     badges = [diagnosis.badges(run) for run in runs]
     differences = between(runs)
-    headlines = [diagnosis.headline(run, found) for run, found in zip(runs, badges, strict=True)]
+
+    conclusions: list[tuple[str, str]] = []
+    notes: list[str] = []
+    for name, run, found in zip(names, runs, badges, strict=True):
+        conclusions.append((name, diagnosis.conclusion(run, found)))
+        notes += [f"{name}: {note}" for note in run.notes]
     return render_template(
         "compare.html.jinja",
         title=f"{len(runs)} runs",
         subtitle=", ".join(names),
         sections=SECTIONS,
         names=names,
-        notes=[f"{name}: {note}" for name, run in zip(names, runs, strict=True) for note in run.notes],
-        headlines=list(zip(names, headlines, strict=True)),
+        notes=notes,
+        conclusions=conclusions,
         win_rates=list(win_rate_differences(names, runs)),
         only_seeds=all(key == "seed" for _, key, _ in differences),
         results=[cells for cells in results(runs) if cells[-1] != "0"],
@@ -48,27 +53,33 @@ def of_runs(runs: list[Run]) -> str:
 
 def short_names(folders: list[Path]) -> list[str]:
     """Return a unique name for each folder, with as few of its last parts as possible; equal folders are numbered."""
-    most = max(len(folder.parts) for folder in folders)
-    for parts in range(1, most + 1):
-        names = [Path(*folder.parts[-parts:]).as_posix() for folder in folders]
-        if len(set(names)) == len(set(folders)):
-            break
-    return [_numbered(name, index) if names.count(name) > 1 else name for index, name in enumerate(names, start=1)]
-
-
-def _numbered(name: str, index: int) -> str:
-    return f"{name} ({index})"
+    num_parts = 1
+    names = [folder.name for folder in folders]
+    while len(set(names)) < len(set(folders)):
+        num_parts += 1
+        names = [Path(*folder.parts[-num_parts:]).as_posix() for folder in folders]
+    unique = []
+    for position, name in enumerate(names, start=1):
+        unique.append(f"{name} ({position})" if names.count(name) > 1 else name)
+    return unique
 
 
 def _state_rows(runs: Sequence[Run], badges: Sequence[list[diagnosis.Badge]]) -> list[list[str]]:
     """Return a row for each stage that a run has: its state in each run."""
-    states = [{badge.stage: _state(run, badge) for badge in found} for run, found in zip(runs, badges, strict=True)]
-    present = [stage for stage in STAGES if any(stage in each for each in states)]
-    return [[stage, *(each.get(stage, "") for each in states)] for stage in present]
+    columns: list[dict[str, str]] = []
+    for run, found in zip(runs, badges, strict=True):
+        columns.append({badge.stage: _state(run, badge) for badge in found})
+
+    rows = []
+    for stage in STAGES:
+        states = [column.get(stage, "") for column in columns]
+        if any(states):
+            rows.append([stage, *states])
+    return rows
 
 
 def _state(run: Run, badge: diagnosis.Badge) -> str:
-    _, state, *_ = stage_row(run.stages[badge.stage])
+    state = stage_row(run.stages[badge.stage]).state
     return state if badge.grade == "open" else f"{state}: {WORDS[badge.grade]}"
 
 
@@ -88,8 +99,15 @@ def row(title: str, found: Sequence[Result], *, share: bool = False, averaged: b
     A `share` is shown in percent; without `averaged`, the mean is omitted.
     """
     show = percent if share else number
-    known = [result.value for result in found if result.value is not None]
-    cells = ["-" if each.value is None else show(each.value) + bounds(each.interval) for each in found]
+    known: list[float] = []
+    cells = []
+    for result in found:
+        if result.value is None:
+            cells.append("-")
+        else:
+            known.append(result.value)
+            cells.append(show(result.value) + bounds(result.interval))
+
     mean = spread = ""
     if known and averaged:
         mean = show(fmean(known))
@@ -127,12 +145,12 @@ def _accuracy(run: Run) -> Result:
 def _win_rate_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
     """Yield a plain and a length-controlled row for each comparison and judge."""
     sections = [report.win_rate if report else {} for report in reports]
-    compared: dict[tuple[str, str], None] = {}
+    compared: list[tuple[str, str]] = []
     for section in sections:
         for pair, rates in section.items():
-            compared |= {(pair, judge): None for judge in rates}
+            compared += [(pair, judge) for judge in rates]
 
-    for pair, judge in compared:
+    for pair, judge in dict.fromkeys(compared):
         found = [section.get(pair, {}).get(judge) for section in sections]
         title = f"{pair_label(pair)}, {judge}"
         yield row(title, [_plain(rate) for rate in found], share=True)
@@ -152,26 +170,24 @@ def _policy_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
     ppo = [report.models.get("ppo") if report else None for report in reports]
     sft = [report.models.get("sft") if report else None for report in reports]
 
-    judges: dict[str, None] = {}
-    for scores in ppo:
-        judges |= dict.fromkeys(scores.judges if scores else ())
-    for judge in judges:
-        yield row(f"PPO, mean of {judge}, held-out prompts", _of_each(ppo, partial(_mean_by, judge)))
+    for judge in dict.fromkeys(judge for scores in ppo if scores for judge in scores.judges):
+        yield row(f"PPO, mean of {judge}, held-out prompts", [_mean_by(judge, scores) for scores in ppo])
 
-    yield row("PPO, KL from SFT in nats", _of_each(ppo, lambda scores: scores.kl))
-    yield row("PPO, tokens per answer", _of_each(ppo, lambda scores: scores.response_length_mean))
-    yield row("SFT, tokens per answer", _of_each(sft, lambda scores: scores.response_length_mean))
-    yield row("PPO, answers that end", _of_each(ppo, lambda scores: scores.eos_fraction), share=True)
-    yield row("SFT, answers that end", _of_each(sft, lambda scores: scores.eos_fraction), share=True)
+    yield row("PPO, KL from SFT in nats", _of_each(ppo, "kl"))
+    yield row("PPO, tokens per answer", _of_each(ppo, "response_length_mean"))
+    yield row("SFT, tokens per answer", _of_each(sft, "response_length_mean"))
+    yield row("PPO, answers that end", _of_each(ppo, "eos_fraction"), share=True)
+    yield row("SFT, answers that end", _of_each(sft, "eos_fraction"), share=True)
 
 
-def _of_each(policies: Sequence[PolicyScores | None], value_of: Callable[[PolicyScores], float | None]) -> list[Result]:
-    return [Result(value_of(scores) if scores else None) for scores in policies]
+def _of_each(policies: Sequence[PolicyScores | None], name: str) -> list[Result]:
+    """Return an attribute of the scores of each policy; unknown without a policy."""
+    return [Result(getattr(scores, name, None)) for scores in policies]
 
 
-def _mean_by(judge: str, scores: PolicyScores) -> float | None:
-    mean = scores.judges.get(judge)
-    return mean.mean if mean else None
+def _mean_by(judge: str, scores: PolicyScores | None) -> Result:
+    mean = scores.judges.get(judge) if scores else None
+    return Result(mean.mean if mean else None)
 
 
 def _final_score(run: Run) -> Result:
@@ -202,8 +218,8 @@ def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
             continue
         if len({_judge_model(each.run, judge) for each in rated_runs}) > 1:
             yield f"{judge} is a different judge in these runs: its win rates are not comparable."
-            continue
-        yield _difference(judge, rated_runs)
+        else:
+            yield _difference(judge, rated_runs)
 
 
 def _rated_runs(judge: str, names: Sequence[str], runs: Sequence[Run]) -> Iterator[RatedRun]:
@@ -215,15 +231,12 @@ def _rated_runs(judge: str, names: Sequence[str], runs: Sequence[Run]) -> Iterat
 
 def _difference(judge: str, rated_runs: Sequence[RatedRun]) -> str:
     """Return the highest and lowest win rate, and whether they differ by more than chance."""
-    ordered = sorted(rated_runs, key=lambda each: each.rate.value)
-    low, high = ordered[0], ordered[-1]
-    z = bonferroni_z(math.comb(len(ordered), 2))
+    low, *_, high = sorted(rated_runs, key=lambda each: each.rate.value)
+    z = bonferroni_z(math.comb(len(rated_runs), 2))
     gap, _ = wilson_difference((high.rate.value, high.n), (low.rate.value, low.n), z)
-    result = (
-        "differ by more than chance in the prompts; another seed may move both"
-        if gap > 0
-        else "are not distinguishable: the interval of their difference includes 0"
-    )
+    result = "are not distinguishable: the interval of their difference includes 0"
+    if gap > 0:
+        result = "differ by more than chance in the prompts; another seed may move both"
     return f"By {judge} {high.name} ({rated(high.rate)}) and {low.name} ({rated(low.rate)}) {result}."
 
 
@@ -244,9 +257,10 @@ def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
         lines: dict[str, Series] = {}
         values = set[float]()
         for name, run in zip(names, runs, strict=True):
-            if points := run.stages["ppo"].series(rule.key):
+            points = run.stages["ppo"].series(rule.key)
+            if points:
                 lines[name] = points
-                values |= {value for _, value in points}
+                values.update(value for _, value in points)
         if len(values) > 1:
             yield _curve(rule, lines)
 

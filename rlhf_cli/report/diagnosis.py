@@ -51,6 +51,7 @@ _TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encod
 
 
 def _finding(key: str, **values: Any) -> Finding:
+    """Return the finding of a table of findings.toml."""
     return Finding(**{name: text.format(**values) for name, text in _TABLE[key].items()})
 
 
@@ -160,27 +161,34 @@ def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
 # Reward model
 
 
-def reward_hacking(run: Run) -> tuple[str, str]:
-    """Return the judge by which PPO loses although it wins by the reward model, and the stage that caused it.
+@dataclass(frozen=True)
+class RewardHacking:
+    """PPO wins by the reward model and loses by another judge; `cause` is the stage to fix."""
 
-    It is ppo if its metrics are unhealthy or there is no reward stage, else reward. Both texts are empty unless loss
-    and win exceed chance.
+    judge: str
+    cause: Literal["reward", "ppo"]
+
+
+def reward_hacking(run: Run) -> RewardHacking | None:
+    """Return the reward hacking of a run; None unless win and loss exceed chance.
+
+    Its cause is ppo if its metrics are unhealthy or there is no reward stage, else reward.
     """
     rates = run.rates
     if "reward" not in rates:
-        return "", ""
+        return None
     judge = deciding_judge(rates)
     if significance(rates["reward"]) != "better" or significance(rates[judge]) != "worse":
-        return "", ""
+        return None
     is_unhealthy = any(finding.grade in ILL for finding in _ppo_log(run))
-    return judge, "ppo" if is_unhealthy or not run.stages["reward"].there else "reward"
+    return RewardHacking(judge, "ppo" if is_unhealthy or not run.stages["reward"].there else "reward")
 
 
 def _reward(run: Run) -> Iterator[Finding]:
     stage = run.stages["reward"]
-    judge, cause = reward_hacking(run)
-    if cause == "reward":
-        yield _finding("exploited", judge=judge)
+    hacking = reward_hacking(run)
+    if hacking and hacking.cause == "reward":
+        yield _finding("exploited", judge=hacking.judge)
     yield from _losses(stage)
 
     result = stage.manifest.reward_model
@@ -199,8 +207,11 @@ def _reward(run: Run) -> Iterator[Finding]:
 def _flags(stage: Stage, card: RewardModelCard) -> Iterator[Finding]:
     """Yield the flags of a report card with advice."""
     flags = card.flags or []
-    probes = [flag.text.partition(" scores above") for flag in flags if flag.code == "R11"]
-    rejected = [f"pairs in which {probe if found else 'such an answer'} is rejected" for probe, found, _ in probes]
+    rejected = []
+    for flag in flags:
+        if flag.code == "R11":
+            probe, found, _ = flag.text.partition(" scores above")
+            rejected.append(f"pairs in which {probe if found else 'such an answer'} is rejected")
     exploit = "it" if len(rejected) == 1 else "each of them"
     advice = {
         "R10": "set ppo.overlong_penalty; add pairs in which the shorter answer is the chosen one",
@@ -225,9 +236,9 @@ def _recalibrate(stage: Stage, card: RewardModelCard) -> str:
 
 
 def _ppo(run: Run) -> Iterator[Finding]:
-    judge, cause = reward_hacking(run)
-    if cause == "ppo":
-        yield _finding("over_optimized", judge=judge)
+    hacking = reward_hacking(run)
+    if hacking and hacking.cause == "ppo":
+        yield _finding("over_optimized", judge=hacking.judge)
     yield from _ppo_log(run)
 
 
@@ -244,7 +255,8 @@ def _ppo_log(run: Run) -> Iterator[Finding]:
 
     for reading in by_cause(readings(stage)):
         if reading.verdict == "look" or reading.verdict == "bad":
-            judged = reading.sentence.partition(". ")[2].rstrip(".").replace(". ", "; ")  # without its course
+            _, _, judged = reading.sentence.partition(". ")  # without its course
+            judged = judged.rstrip(".").replace(". ", "; ")
             yield Finding(reading.verdict, f"{reading.title}: {judged}", reading.advice, reading.title)
 
     if 0 < len(stage.metrics) < FEWEST:
@@ -299,43 +311,54 @@ def _first_advice(found: Sequence[Finding]) -> str:
     """Return one advice, as it may remove the cause of the others: on config keys before files to read."""
     ill = [(finding.name, finding.advice) for finding in found if finding.grade in ILL]
     advices = [advice for advice in reconcile(ill) if advice]
-    on_keys = [advice for advice in advices if key_changes(advice)]
-    return next(iter(on_keys + advices), "")
+    if not advices:
+        return ""
+    return next(filter(key_changes, advices), advices[0])
 
 
-def headline(run: Run, found: list[Badge]) -> str:
+def conclusion(run: Run, found: Sequence[Badge]) -> str:
     """Return the stage to fix first, and a sentence for each stage that is out of date."""
-    stale = [stage for stage in run.stages.values() if stage.outdated]
-    outdated = [f"Out of date: {stage.name}, made from {', and from '.join(stage.outdated)}." for stage in stale]
-    return " ".join([_fix_first(run, found), *outdated])
+    sentences = [_fix_first(run, found)]
+    for stage in run.stages.values():
+        if stage.outdated:
+            sentences.append(f"Out of date: {stage.name}, made from {', and from '.join(stage.outdated)}.")
+    return " ".join(sentences)
 
 
-def _fix_first(run: Run, found: list[Badge]) -> str:
-    judge, stage = reward_hacking(run)
-    if judge:
-        why = "over-optimized its reward" if stage == "ppo" else "exploited errors of the reward model"
-        return f"PPO raised the reward and lost by {judge}: it {why}. Stage to fix first: {stage}."
+def _fix_first(run: Run, found: Sequence[Badge]) -> str:
+    hacking = reward_hacking(run)
+    if hacking:
+        how = "over-optimized its reward" if hacking.cause == "ppo" else "exploited errors of the reward model"
+        lost = f"PPO raised the reward and lost by {hacking.judge}"
+        return f"{lost}: it {how}. Stage to fix first: {hacking.cause}."
+
     first = by_priority(run, found)[0]
     if first.grade == "bad" and first.stage == "eval":
         return "The training stages look healthy, but the outcome is bad: check the samples and the reward model."
     if first.grade in ILL:
-        lead = "Stage to fix first" if first.grade == "bad" else "No stage is bad. Worth a look first"
-        if first.grade == "look" and found[-1].grade == "bad":
+        if first.grade == "bad":
+            lead = "Stage to fix first"
+        elif found[-1].grade == "bad":
             lead = "The outcome is bad, but no training stage is. Worth a look first"
+        else:
+            lead = "No stage is bad. Worth a look first"
         why = next(reason for reason in first.reasons if not reason.startswith("not finished"))
         return f"{lead}: {first.stage}. {why[:1].upper()}{why[1:]}."
-    if early := [badge.stage for badge in found if badge.grade == "early"]:
-        return f"No stage is bad so far; too early to tell for {early[0]}."
-    return "No stage is bad." if any(badge.grade != "open" for badge in found) else "No results yet."
+
+    grades = {badge.grade: badge.stage for badge in reversed(found)}
+    if "early" in grades:
+        return f"No stage is bad so far; too early to tell for {grades['early']}."
+    return "No results yet." if grades.keys() == {"open"} else "No stage is bad."
 
 
-def by_priority(run: Run, found: list[Badge]) -> list[Badge]:
+def by_priority(run: Run, found: Sequence[Badge]) -> list[Badge]:
     """Return the badges in the order in which to fix their stages.
 
     The cause of reward hacking is first. Then bad stages come before those worth a look, earlier ones first, since the
     later ones depend on them, and the evaluation after the training stages.
     """
-    _, cause = reward_hacking(run)
+    hacking = reward_hacking(run)
+    cause = hacking.cause if hacking else None
 
     def priority(badge: Badge) -> tuple[bool, bool, bool, bool]:
         return badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"
@@ -348,7 +371,8 @@ def by_priority(run: Run, found: list[Badge]) -> list[Badge]:
 
 def sentences(run: Run) -> Iterator[str]:
     """Yield the result in plain sentences, as far as it exists."""
-    report, ppo = run.outcome, run.stages["ppo"]
+    report = run.outcome
+    ppo = run.stages["ppo"]
     if run.stages["eval"].outdated:
         yield "The evaluation is out of date: it used models that have changed. Run `rlhf eval` again."
         return
@@ -394,7 +418,8 @@ def _best_of_sentence(report: Report, rates: WinRates) -> Iterator[str]:
 
 def _selection_sentence(report: Report, kl_max: float | None) -> Iterator[str]:
     """Yield the selected policy, or why there is none."""
-    selected, point = report.selected, report.selected_point
+    selected = report.selected
+    point = report.selected_point
     if selected and point:
         last = max(report.frontier or [], key=lambda each: (each.step, each.kl))
         if kl_max and last.kl > kl_max:

@@ -13,7 +13,7 @@ from rlhf_cli.report.frontier import ON_PAGE, draw_panel
 from rlhf_cli.report.rules import ILL, Reading, Series, by_cause, readings, with_values
 from rlhf_cli.report.tables import number, percent
 from rlhf_cli.runs.read import Run, Stage
-from rlhf_cli.runs.report import FrontierPoint, Report, RewardModelCard
+from rlhf_cli.runs.report import FrontierPoint, PolicyScores, Report, RewardModelCard
 
 # Metrics of SFT, reward model and DPO: key, title, unit. The held-out series is drawn with it.
 TRAINING = {
@@ -51,12 +51,8 @@ def training(stage: Stage) -> list[Figure]:
 
 def _training_lines(stage: Stage, key: str) -> dict[str, Series]:
     """Return the series of a metric that the log has."""
-    lines = {}
-    if points := stage.series(key):
-        lines["training"] = points
-    if points := stage.series(f"eval_{key}"):
-        lines["held-out"] = points
-    return lines
+    lines = {"training": stage.series(key), "held-out": stage.series(f"eval_{key}")}
+    return {name: points for name, points in lines.items() if points}
 
 
 def _training_sentence(stage: Stage, key: str, lines: Mapping[str, Series]) -> str:
@@ -120,13 +116,17 @@ def _metric_card(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figur
 
 def report_card(card: RewardModelCard) -> list[Figure]:
     """Return calibration and margins of a reward model's report card."""
-    ece = f"Expected calibration error {number(card.ece)}: the mean distance from the dashed line. "
-    ece += "Larger dots have more pairs."
-
-    edges, counts = card.margin_histogram.edges, card.margin_histogram.counts
+    ece = (
+        f"Expected calibration error {number(card.ece)}: the mean distance from the dashed line. "
+        "Larger dots have more pairs."
+    )
+    edges = card.margin_histogram.edges
+    counts = card.margin_histogram.counts
     below_zero = sum(counts[: 1 + edges.index(0.0)])
-    margins = "The margin is the score of the chosen answer minus that of the rejected one. "
-    margins += f"{below_zero} of {card.n} are below 0: the rejected answer scores higher."
+    margins = (
+        "The margin is the score of the chosen answer minus that of the rejected one. "
+        f"{below_zero} of {card.n} are below 0: the rejected answer scores higher."
+    )
 
     draw_calibration = partial(charts.draw_calibration, card.calibration)
     draw_margins = partial(charts.draw_bars, counts, edges, "margin, chosen - rejected", "pairs")
@@ -157,23 +157,21 @@ def _frontier_sentences(report: Report, judge: str) -> Iterator[str]:
     else:
         others = report_text.ppo_points(report) + others
     if others:
-        yield "; ".join(_place(each, judge) for each in others)
+        yield "; ".join(f"{each.name}: {_score_at_kl(each.scores, judge)}" for each in others)
     if judge == "reward" and report.limit and report.limit.missing_eos_penalty:
         yield f"the picture shows the {report_text.limit_score(report)}"
 
 
-def _place(policy: report_text.Compared, judge: str) -> str:
-    assert policy.scores.kl is not None, "it was sampled"
-    return f"{policy.name}: {number(policy.scores.judges[judge].mean)} at {number(policy.scores.kl)} nats"
+def _score_at_kl(scores: PolicyScores, judge: str) -> str:
+    assert scores.kl is not None, "it was sampled"
+    return f"{number(scores.judges[judge].mean)} at {number(scores.kl)} nats"
 
 
 def _course(judge: str, points: Sequence[FrontierPoint]) -> str:
     """Return the highest and the last score of PPO's snapshots as text."""
     best = max(points, key=lambda point: point.judges[judge].mean)
     end = points[-1]
-    sentence = f"Highest at update {best.step}: {number(best.judges[judge].mean)} at {number(best.kl)} "
-    sentence += f"nats; at the end {number(end.judges[judge].mean)} at {number(end.kl)} nats"
-
+    sentence = f"Highest at update {best.step}: {_score_at_kl(best, judge)}; at the end {_score_at_kl(end, judge)}"
     tied = end.judges[judge].within_noise  # evaluations of older versions lack it
     if end is not best and tied is not None:
         sentence += ", within noise of it" if tied else ", worse by more than noise"

@@ -9,7 +9,7 @@ from rlhf_cli.evaluation.report_text import other_policies, ppo_points
 from rlhf_cli.files import write_text
 from rlhf_cli.report.charts import INK, SERIES, mark, render
 from rlhf_cli.report.tables import visible
-from rlhf_cli.runs.report import InterpolatedPolicy, LimitPoint, PolicyScores, Report
+from rlhf_cli.runs.report import LimitPoint, PolicyScores, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,31 +90,32 @@ def _shown_kl(scores: PolicyScores) -> float:
 
 
 def _panel_by_limit(report: Report) -> Panel:
+    """Return the points of a panel with their scores as the limit counts them."""
     assert report.limit
-    models, limit = report.models, report.limit
+    models = report.models
+    limit = report.limit
     by_step = {point.step: point for point in limit.policies.values() if point.step is not None}
 
-    def of_policy(scores: PolicyScores, name: str, label: str = "") -> Point:
+    def by_limit(scores: PolicyScores, name: str, label: str = "") -> Point:
         point = limit.policies[name] if scores.step is None else by_step[scores.step]
         return Point(_shown_kl(scores), point.score, point.score_ci95, label=label, step=point.step)
 
-    def of_share(policy: InterpolatedPolicy) -> Point:
-        share = f"{policy.share:g}"
-        return of_policy(policy, f"interpolated_{share}", share)
-
     sft = limit.points[0]
     start = Point(_shown_kl(models["sft"]), sft.score, sft.score_ci95)
-    between = [of_share(each) for each in report.interpolated or []]
+    between = []
+    for each in report.interpolated or []:
+        share = f"{each.share:g}"
+        between.append(by_limit(each, f"interpolated_{share}", share))
     return Panel(
-        ppo=[start, *(of_policy(each.scores, "ppo") for each in ppo_points(report))],
-        best_of_n=[start, *map(_of_limit, limit.best_of)],
-        between=[start, *between, of_policy(models["ppo"], "ppo")] if between else [],
-        others=[of_policy(models[name], name, name) for name in other_policies(report)],
-        limit=[_of_limit(point) for point in limit.points],
+        ppo=[start, *(by_limit(each.scores, "ppo") for each in ppo_points(report))],
+        best_of_n=[start, *(_on_limit(point) for point in limit.best_of)],
+        between=[start, *between, by_limit(models["ppo"], "ppo")] if between else [],
+        others=[by_limit(models[name], name, name) for name in other_policies(report)],
+        limit=[_on_limit(point) for point in limit.points],
     )
 
 
-def _of_limit(point: LimitPoint) -> Point:
+def _on_limit(point: LimitPoint) -> Point:
     return Point(max(0.0, point.kl), point.score, point.score_ci95)
 
 
@@ -147,11 +148,13 @@ def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, lege
 
 def _draw_points(axis: "Axes", points: Sequence[Point], style: str, *, color: str, label: str) -> None:
     """Draw means with intervals over KL, each with its label."""
-    below = [abs(point.interval[0] - point.mean) for point in points]
-    above = [abs(point.interval[1] - point.mean) for point in points]
-    (dots, _, _) = axis.errorbar(
-        *_columns(points),
-        yerr=[below, above],
+    dots, _, _ = axis.errorbar(
+        [point.kl for point in points],
+        [point.mean for point in points],
+        yerr=[
+            [abs(point.interval[0] - point.mean) for point in points],
+            [abs(point.interval[1] - point.mean) for point in points],
+        ],
         fmt=style,
         label=visible(label),
         capsize=2,
@@ -173,10 +176,12 @@ def _draw_points(axis: "Axes", points: Sequence[Point], style: str, *, color: st
 
 
 def _draw_limit(axis: "Axes", points: Sequence[Point], color: str) -> None:
-    lows, highs = zip(*(point.interval for point in points), strict=True)
-    kls, means = _columns(points)
+    """Draw the limit with its band."""
+    kls = [point.kl for point in points]
+    lows = [point.interval[0] for point in points]
+    highs = [point.interval[1] for point in points]
     axis.fill_between(kls, lows, highs, color=color, alpha=0.25, linewidth=0)
-    (line,) = axis.plot(kls, means, color=color, label="limit")
+    (line,) = axis.plot(kls, [point.mean for point in points], color=color, label="limit")
     mark(line, "limit")
 
 
@@ -187,10 +192,6 @@ def _draw_ring(axis: "Axes", ppo: Sequence[Point], selected_step: int | None, co
             label = f"selected: update {point.step}"
             (ring,) = axis.plot(point.kl, point.mean, "o", ms=13, fillstyle="none", color=color, label=label)
             mark(ring, label)
-
-
-def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
-    return [point.kl for point in points], [point.mean for point in points]
 
 
 def _scale_by_square_root(axis: "Axes", end: float) -> None:
@@ -217,10 +218,16 @@ def ticks(end: float) -> list[float]:
     return shown
 
 
-def _legend(axis: "Axes") -> list[list[Any]]:
-    """Return the handles and labels of a frontier's legend, PPO first."""
+class Legend(NamedTuple):
+    """What a panel's legend shows, PPO first."""
+
+    handles: list[Any]
+    labels: list[str]
+
+
+def _legend(axis: "Axes") -> Legend:
     handles, labels = axis.get_legend_handles_labels()
-    return [handles[::-1], labels[::-1]]
+    return Legend(handles[::-1], labels[::-1])
 
 
 def draw_file(report: Report, path: Path) -> None:
@@ -232,8 +239,8 @@ def draw_file(report: Report, path: Path) -> None:
         for axis, judge in zip(axes, judges, strict=True):
             draw_panel(judge, report, IN_FILE, axis)
         legends = [_legend(axis) for axis in axes]
-        handles, labels = max(legends, key=lambda legend: len(legend[1]))  # with the limit, if any
-        columns = min(len(labels), 2 * len(judges)) if len(judges) > 1 else 1
-        canvas.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+        largest = max(legends, key=lambda legend: len(legend.labels))  # with the limit, if any
+        columns = min(len(largest.labels), 2 * len(judges)) if len(judges) > 1 else 1
+        canvas.legend(*largest, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
     write_text(path, render((0.8 + 4.4 * len(judges), 4.0), draw, omitted=["Date"]))

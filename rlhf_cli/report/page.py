@@ -49,7 +49,8 @@ def of_run(run: Run) -> str:
     """Return the self-contained page of a run; equal files give equal bytes."""
     badges = diagnosis.badges(run)
     heat_map = tables.last_heat_map(run.samples)
-    shown = [(anchor, title) for anchor, title in SECTIONS if anchor not in OPTIONAL_STAGES or anchor in run.stages]
+    absent = {stage for stage in OPTIONAL_STAGES if stage not in run.stages}
+    shown = [(anchor, title) for anchor, title in SECTIONS if anchor not in absent]
     return render_template(
         "page.html.jinja",
         title=f"Run {run.name}",
@@ -58,7 +59,7 @@ def of_run(run: Run) -> str:
         warnings=_warnings(run, badges),
         stale=bool(run.stages["eval"].outdated),
         badges=badges,
-        headline=diagnosis.headline(run, badges),
+        conclusion=diagnosis.conclusion(run, badges),
         todo=[badge for badge in diagnosis.by_priority(run, badges) if badge.todo],
         sentences=diagnosis.sentences(run),
         training=[
@@ -73,10 +74,10 @@ def of_run(run: Run) -> str:
 
 
 def _subtitle(run: Run) -> str:
-    stages = run.stages.values()
-    present = f"Stages: {', '.join(stage.name for stage in stages if stage.there)}"
-    missing = [stage.name for stage in stages if not stage.there]
-    return f"{present}; {tables.ABSENT}: {', '.join(missing)}" if missing else present
+    present = [name for name, stage in run.stages.items() if stage.there]
+    missing = [name for name in run.stages if name not in present]
+    text = f"Stages: {', '.join(present)}"
+    return f"{text}; {tables.ABSENT}: {', '.join(missing)}" if missing else text
 
 
 def _warnings(run: Run, badges: Sequence[diagnosis.Badge]) -> list[str]:
@@ -179,12 +180,17 @@ def _alarms(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         by_signal.setdefault(signal, []).append(row)
 
     for first, *later in by_signal.values():
-        try:
-            message = SIGNAL_MESSAGES[first["signal"]].format(**first)
-        except (KeyError, ValueError, TypeError):  # a line that was edited by hand
-            message = str(first.get("signal"))
-        more = f" It fired {count(len(later), 'more time')}, up to update {later[-1]['step']}." if later else ""
-        yield f"Update {first['step']}: {message} ({first.get('action')}).{more}"
+        text = f"Update {first['step']}: {_message(first)} ({first.get('action')})."
+        if later:
+            text += f" It fired {count(len(later), 'more time')}, up to update {later[-1]['step']}."
+        yield text
+
+
+def _message(alarm: Mapping[str, Any]) -> str:
+    try:
+        return SIGNAL_MESSAGES[alarm["signal"]].format(**alarm)
+    except (KeyError, ValueError, TypeError):  # a line that was edited by hand
+        return str(alarm.get("signal"))
 
 
 def _evaluation(run: Run) -> dict[str, Any]:

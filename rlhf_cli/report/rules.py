@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rlhf_cli.config.ppo import PPOSettings, WatchdogSettings
 from rlhf_cli.jsonl import is_number
@@ -39,7 +39,9 @@ def with_values(advice: str, config: Mapping[str, Any] | None) -> str:
 
     def describe(key: re.Match[str]) -> str:
         value = at(config, key[0])
-        return key[0] if value is None or isinstance(value, Mapping) else f"{key[0]} (here {value_text(value)})"
+        if value is None or isinstance(value, Mapping):
+            return key[0]
+        return f"{key[0]} (here {value_text(value)})"
 
     return re.sub(rf"{KEY}(?!: )", describe, advice)
 
@@ -53,32 +55,42 @@ def reconcile(recommendations: Sequence[tuple[str, str]]) -> list[str]:
     reconciled = []
     for name, advice in recommendations:
         wanted = key_changes(advice)
-        against = [key for key, direction in wanted.items() if key in decided and decided[key][1] != direction]
-        if against:
-            key = against[0]
-            first, earlier = decided[key]
-            quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{first}\N{RIGHT DOUBLE QUOTATION MARK}"
-            reconciled.append(f"fix {quoted} first: {earlier} {key}")
-            continue
         for key, direction in wanted.items():
-            decided.setdefault(key, (name, direction))
-        reconciled.append(advice)
+            first, earlier = decided.get(key, (name, direction))
+            if earlier != direction:
+                quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{first}\N{RIGHT DOUBLE QUOTATION MARK}"
+                reconciled.append(f"fix {quoted} first: {earlier} {key}")
+                break
+        else:
+            reconciled.append(advice)
+            decided = {key: (name, direction) for key, direction in wanted.items()} | decided
     return reconciled
 
 
 # Rules
 
 INF = math.inf
-# The bounds that rules.toml names, of (first, limit, length).
-BOUNDS: dict[str, Callable[[float, float, float], float]] = {
-    "first": lambda first, limit, length: first,
-    "tenth_of_first": lambda first, limit, length: 0.1 * first,
-    "first_over_limit": lambda first, limit, length: first / limit,
-    "first_times_limit": lambda first, limit, length: first * limit,
-    "first_minus_limit": lambda first, limit, length: first - limit,
-    "first_plus_limit": lambda first, limit, length: first + limit,
-    "limit_times_length": lambda first, limit, length: limit * length,
-    "twice_limit": lambda first, limit, length: 2 * limit,
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the bounds of an update depend on."""
+
+    first: float  # the metric's first value
+    limit: float  # of the rule
+    length: float = 0.0  # response tokens
+
+
+# The bounds that rules.toml names.
+BOUNDS: dict[str, Callable[[Update], float]] = {
+    "first": lambda update: update.first,
+    "tenth_of_first": lambda update: 0.1 * update.first,
+    "first_over_limit": lambda update: update.first / update.limit,
+    "first_times_limit": lambda update: update.first * update.limit,
+    "first_minus_limit": lambda update: update.first - update.limit,
+    "first_plus_limit": lambda update: update.first + update.limit,
+    "limit_times_length": lambda update: update.limit * update.length,
+    "twice_limit": lambda update: 2 * update.limit,
 }
 
 
@@ -104,14 +116,13 @@ class Rule:
     def has_range(self) -> bool:
         return (self.low, self.high) != (-INF, INF)
 
-    def bounds(self, *sizes: float) -> tuple[float, float]:
-        """Return the range of an update, infinite if open, of (first value, limit, response tokens)."""
-        return _bound(self.low, sizes), _bound(self.high, sizes)
+    def bounds(self, update: Update) -> tuple[float, float]:
+        """Return the range of an update, infinite if open."""
+        return _bound(self.low, update), _bound(self.high, update)
 
 
-def _bound(bound: float | str, sizes: Sequence[float]) -> float:
-    first, limit, length = sizes
-    return BOUNDS[bound](first, limit, length) if isinstance(bound, str) else bound
+def _bound(bound: float | str, update: Update) -> float:
+    return BOUNDS[bound](update) if isinstance(bound, str) else bound
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
@@ -142,8 +153,22 @@ Verdict = Literal["good", "look", "bad", "none"]  # none: not judged
 SEVERITY = ("none", "good", "early", "stale", "look", "bad")  # of verdicts, and of the grades of the diagnosis
 ILL = SEVERITY[-2:]  # those that need attention
 Series = list[tuple[int, float]]  # step and value
-Band = tuple[list[float], list[float]]  # healthy range: the bounds of each update, infinite if open
 NEAR = best_of_n_kl(2)  # nats per response: a policy that is no farther from SFT than its best of two has hardly moved
+
+
+class Band(NamedTuple):
+    """Healthy range: the bounds of each update, infinite if open."""
+
+    low: list[float]
+    high: list[float]
+
+
+class Judgement(NamedTuple):
+    """A verdict on a metric, its reason as a sentence, and the advice, empty if it is healthy."""
+
+    verdict: Verdict
+    sentence: str
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,6 +196,7 @@ def readings(ppo: Stage) -> list[Reading]:
                 points = [(step, value) for step, value in points if step in lengths]
             if points:
                 found.append(_reading(rule, key, title, points=points, lengths=lengths, ppo=ppo))
+
     ordered = by_cause(found)
     advice_of = reconcile([(reading.title, reading.advice) for reading in ordered])
     settled = {reading.key: advice for reading, advice in zip(ordered, advice_of, strict=True)}
@@ -178,20 +204,23 @@ def readings(ppo: Stage) -> list[Reading]:
 
 
 def _reading(rule: Rule, key: str, title: str, *, points: Series, lengths: Mapping[int, float], ppo: Stage) -> Reading:
-    band = _band(rule, points, lengths, ppo.config)
-    if rule.has_range:
-        verdict, sentence, advice = _judge_range(rule, points, band, ppo)
+    band = None
+    if not rule.has_range:
+        judgement = _judge_trend(rule, points, ppo)
+    elif rule.watchdog in ("length", "eos") and isinstance(ppo.setting("ppo.response_length"), Mapping):
+        judgement = Judgement("none", "")  # lengths are sampled
     else:
-        verdict, sentence, advice = _judge_trend(rule, points, ppo)
+        band = _band(rule, points, lengths, ppo)
+        judgement = _judge_range(rule, points, band, ppo)
     return Reading(
         key=key,
         title=title,
         rule=rule,
         points=points,
         band=band,
-        verdict=verdict,
-        sentence=f"{course(points)} {sentence}".strip(),
-        advice=advice,
+        verdict=judgement.verdict,
+        sentence=f"{course(points)} {judgement.sentence}".strip(),
+        advice=judgement.advice,
     )
 
 
@@ -207,98 +236,107 @@ def _metrics(rule: Rule, ppo: Stage) -> Iterator[tuple[str, str]]:
         return
     stem = rule.key.removesuffix("NAME")
     logged = {key for row in ppo.metrics for key in row}
-    for key in sorted(key for key in logged if key.startswith(stem) and key != stem):
-        yield key, f"{rule.title}, {key.rpartition('/')[2]}"
+    for key in sorted(logged):
+        name = key.removeprefix(stem)
+        if name and name != key:
+            yield key, f"{rule.title}, {name}"
 
 
-def _band(rule: Rule, points: Series, lengths: Mapping[int, float], config: Mapping[str, Any] | None) -> Band | None:
-    """Return the range of a metric; None if it has none, for example if response lengths are sampled."""
-    are_lengths_sampled = isinstance(at(config, "ppo.response_length"), Mapping)
-    if not rule.has_range or (rule.watchdog in ("length", "eos") and are_lengths_sampled):
-        return None
+def _band(rule: Rule, points: Series, lengths: Mapping[int, float], ppo: Stage) -> Band:
+    """Return the range of a metric at each of its points."""
     _, first = points[0]
-    limit = limit_of(rule, config)
-    bounds = [rule.bounds(first, limit, lengths.get(step, 0.0)) for step, _ in points]
-    return [low for low, _ in bounds], [high for _, high in bounds]
+    limit = limit_of(rule, ppo.config)
+    band = Band([], [])
+    for step, _ in points:
+        low, high = rule.bounds(Update(first, limit, lengths.get(step, 0.0)))
+        band.low.append(low)
+        band.high.append(high)
+    return band
 
 
-def _judge_trend(rule: Rule, points: Series, ppo: Stage) -> tuple[Verdict, str, str]:
+def _judge_trend(rule: Rule, points: Series, ppo: Stage) -> Judgement:
     """Judge a metric that should rise from its first tenth to its last quarter by more than its noise."""
     values = [value for _, value in points]
     if len(values) < FEWEST:
-        return "none", "Too few updates for a trend.", ""
+        return Judgement("none", "Too few updates for a trend.")
     gain, chance = gained(values)
     if gain > chance:
-        return "good", f"It rises by {number(gain)}, more than noise.", ""
+        return Judgement("good", f"It rises by {number(gain)}, more than noise.")
     if gain < -chance:
-        return "bad", f"It falls by {number(-gain)}, more than noise.", rule.if_low
-    distance, advice = _distance([value for _, value in ppo.series("objective/kl_k1")])
-    return "look", f"It does not rise by more than noise.{distance}", advice
+        return Judgement("bad", f"It falls by {number(-gain)}, more than noise.", rule.if_low)
+    return _judge_flat([value for _, value in ppo.series("objective/kl_k1")])
 
 
-def _distance(kl: Sequence[float]) -> tuple[str, str]:
-    """Return how far the policy is from SFT, and the advice that follows."""
+def _judge_flat(kl: Sequence[float]) -> Judgement:
+    """Judge a metric that does not rise, by how far the policy is from SFT."""
+    flat = "It does not rise by more than noise."
     if len(kl) < FEWEST:
-        return "", IF_NEAR
+        return Judgement("look", flat, IF_NEAR)
     now = fmean(last_quarter(kl))
     chance = end_noise(kl)
     if now - chance > NEAR:
-        return f" The policy has moved: KL {number(now)} nats from SFT.", IF_FAR
+        return Judgement("look", f"{flat} The policy has moved: KL {number(now)} nats from SFT.", IF_FAR)
     if now + chance < NEAR:
-        return f" The policy has hardly moved: KL {number(now)} nats from SFT.", IF_NEAR
-    return f" KL from SFT: {number(now)} nats, plus or minus {number(chance)}.", IF_NEAR
+        return Judgement("look", f"{flat} The policy has hardly moved: KL {number(now)} nats from SFT.", IF_NEAR)
+    return Judgement("look", f"{flat} KL from SFT: {number(now)} nats, plus or minus {number(chance)}.", IF_NEAR)
 
 
-def _judge_range(rule: Rule, points: Series, band: Band | None, ppo: Stage) -> tuple[Verdict, str, str]:
+def _judge_range(rule: Rule, points: Series, band: Band, ppo: Stage) -> Judgement:
     """Judge a metric by its range.
 
     It is outside at the end if the mean of the last quarter is outside by more than its noise, and that of the first
     value if the bound depends on it.
     """
-    if band is None:
-        return "none", "", ""
     n = len(points)
     values = [value for _, value in points]
     limit = limit_of(rule, ppo.config)
     words = rule.words.format(limit=limit)
-    inside = [low <= value <= high for value, low, high in zip(values, *band, strict=True)]
-    alarms = [(step, value) for step, value in points if not rule.alarm_low <= value <= rule.alarm_high]
-    if all(inside) and not alarms:
-        return "good", f"Inside the healthy range ({words}) in {'all ' if n > 1 else ''}{count(n, 'update')}.", ""
-    text = f"Outside the healthy range ({words}) in {inside.count(False)} of {count(n, 'update')}"
+    num_outside = sum(not low <= value <= high for value, low, high in zip(values, *band, strict=True))
+    alarms = [step for step, value in points if not rule.alarm_low <= value <= rule.alarm_high]
+    if not num_outside and not alarms:
+        updates = f"all {count(n, 'update')}" if n > 1 else "1 update"
+        return Judgement("good", f"Inside the healthy range ({words}) in {updates}.")
+
+    text = f"Outside the healthy range ({words}) in {num_outside} of {count(n, 'update')}"
     if alarms:
         advice = rule.if_low if min(values) < rule.alarm_low else rule.if_high
-        return "bad", f"{text}, and beyond the alarm limit at update {alarms[0][0]}.", advice
+        return Judgement("bad", f"{text}, and beyond the alarm limit at update {alarms[0]}.", advice)
     if n < rule.early:
-        return "none", f"{text}. Too early to judge: {rule.early} updates are needed.", ""
+        return Judgement("none", f"{text}. Too early to judge: {rule.early} updates are needed.")
 
-    end, low, high = (fmean(last_quarter(each)) for each in (values, *band))
+    end = fmean(last_quarter(values))
+    low = fmean(last_quarter(band.low))
+    high = fmean(last_quarter(band.high))
     if low <= end <= high:
-        return "good", f"{text}, inside it at the end.", ""
+        return Judgement("good", f"{text}, inside it at the end.")
     if not rule.exact:
         low_slope, high_slope = _slopes(rule, values[0], limit)
         if low - end_noise(values, low_slope) <= end <= high + end_noise(values, high_slope):
-            return "good", f"{text}, within noise at the end.", ""
-    return "look", f"{text}, and still outside at the end.", rule.if_low if end < low else rule.if_high
+            return Judgement("good", f"{text}, within noise at the end.")
+    advice = rule.if_low if end < low else rule.if_high
+    return Judgement("look", f"{text}, and still outside at the end.", advice)
 
 
 def _slopes(rule: Rule, first: float, limit: float) -> list[float]:
     """Return by how much each bound follows the first value."""
-    before = rule.bounds(first, limit, 0.0)
-    after = rule.bounds(first + 1, limit, 0.0)
+    before = rule.bounds(Update(first, limit))
+    after = rule.bounds(Update(first + 1, limit))
     return [later - now if math.isfinite(now) else 0.0 for now, later in zip(before, after, strict=True)]
 
 
 def course(points: Series) -> str:
     """Describe the start, end and extremes of a metric."""
     values = [value for _, value in points]
+    first = number(values[0])
     if len(points) == 1:
-        return f"One update so far: {number(values[0])}."
+        return f"One update so far: {first}."
     if len(set(values)) == 1:
-        return f"{number(values[0])} in all {count(len(points), 'update')}."
+        return f"{first} in all {count(len(points), 'update')}."
+
     end = last_quarter(values)
     mean = f" (mean of the last {len(end)})" if len(end) > 1 else ""
-    top_step, top = max(points, key=lambda point: point[1])
-    bottom_step, bottom = min(points, key=lambda point: point[1])
-    extremes = f"maximum {number(top)} at update {top_step}, minimum {number(bottom)} at update {bottom_step}"
-    return f"Starts at {number(values[0])}, ends at {number(fmean(end))}{mean}; {extremes}."
+    highest = max(values)
+    lowest = min(values)
+    top = f"maximum {number(highest)} at update {points[values.index(highest)][0]}"
+    bottom = f"minimum {number(lowest)} at update {points[values.index(lowest)][0]}"
+    return f"Starts at {first}, ends at {number(fmean(end))}{mean}; {top}, {bottom}."

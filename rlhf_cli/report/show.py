@@ -11,7 +11,7 @@ from rlhf_cli.evaluation import report_text
 from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.files import open_regular, write_text
-from rlhf_cli.runs.layout import REPORT
+from rlhf_cli.runs.layout import REPORT_PAGE
 from rlhf_cli.runs.read import Run, at_step, read_run
 from rlhf_cli.runs.report import read_report
 from rlhf_cli.runs.resolve import LAST
@@ -35,7 +35,7 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     _require_own_file(target)
     if len(runs) == 1:
         contents = page.of_run(runs[0])
-        summary = diagnosis.headline(runs[0], diagnosis.badges(runs[0]))
+        summary = diagnosis.conclusion(runs[0], diagnosis.badges(runs[0]))
     else:
         contents = compare.of_runs(runs)
         names = compare.short_names([each.folder for each in runs])
@@ -49,7 +49,7 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
 
 
 def _default_target(runs: Sequence[Run], step: str) -> Path:
-    name = REPORT if step == LAST else f"{Path(REPORT).stem}-{step}.html"
+    name = REPORT_PAGE if step == LAST else f"{Path(REPORT_PAGE).stem}-{step}.html"
     if len(runs) > 1:
         return Path(name)
     evaluation = runs[0].folder / "eval"
@@ -75,7 +75,7 @@ def show_evaluation(config: EvalConfig) -> None:
 
 def write_beside(eval_folder: Path) -> None:
     """Write report.html in an evaluation's folder. The evaluation is complete by then: a failure is a warning (R15)."""
-    target = eval_folder / REPORT
+    target = eval_folder / REPORT_PAGE
     try:
         from rlhf_cli.report import page
 
@@ -96,7 +96,7 @@ def brief(folder: Path) -> tuple[str, bool]:
 
     run = read_run(folder)
     badges = diagnosis.badges(run)
-    return diagnosis.headline(run, badges), any(badge.grade in diagnosis.ILL for badge in badges)
+    return diagnosis.conclusion(run, badges), any(badge.grade in diagnosis.ILL for badge in badges)
 
 
 def _require_own_file(target: Path) -> None:

@@ -1,6 +1,7 @@
 """Texts and tables of the report: number formats, what ran, sample responses, and one response token by token."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -71,15 +72,28 @@ REST = ("other", "checkpoints, samples, logs, loading")
 ABSENT = "not run yet"
 
 
-def stage_row(stage: Stage) -> tuple[str, str, str, str, str, str]:
-    """Return (name, state, steps, time, seed, device) of a stage as text; unknown cells are empty."""
+class StageRow(NamedTuple):
+    """A stage as texts; unknown cells are empty."""
+
+    name: str
+    state: str
+    steps: str
+    time: str
+    seed: str
+    device: str
+
+
+def stage_row(stage: Stage) -> StageRow:
+    """Return what ran of a stage."""
     state = {"absent": ABSENT, "begun": "not finished"}.get(stage.state, stage.state)
     if stage.elsewhere:
         state += f" (from {stage.elsewhere})"
 
-    steps = [row["step"] for row in stage.metrics]
+    steps = ""
+    if stage.metrics:
+        last = max(row["step"] for row in stage.metrics)
+        steps = count(last, "update" if stage.name == "ppo" else "step")
     seconds = total_seconds(stage)
-    seed = str(stage.setting("seed")) if stage.config else ""
 
     environment = (stage.identity or {}).get("environment") or {}
     device = str(environment.get("device") or "")
@@ -87,13 +101,13 @@ def stage_row(stage: Stage) -> tuple[str, str, str, str, str, str]:
     if processes != 1:
         device += f", {processes} processes"
 
-    return (
+    return StageRow(
         stage.name,
         state,
-        count(max(steps), "update" if stage.name == "ppo" else "step") if steps else "",
-        duration(seconds) if seconds else "",
-        seed,
-        device,
+        steps,
+        time=duration(seconds) if seconds else "",
+        seed=str(stage.setting("seed")) if stage.config else "",
+        device=device,
     )
 
 
@@ -103,23 +117,25 @@ def total_seconds(stage: Stage) -> float:
     return float(max(times, default=0.0))
 
 
-def data_rows(stages: Iterable[Stage]) -> list[tuple[str, str, str, str, str]]:
+def data_rows(stages: Iterable[Stage]) -> list[list[str]]:
     """Return (stage, key, path, rows, sha256) of the data; rows of a file that exists and has not changed since."""
     rows = []
     for stage in stages:
         for key, sha256 in stage.data.items():
             path = stage.setting(key)
             name = path if isinstance(path, str) else ""
-            lines = _row_count(stage.folder / name, sha256) if name else ""
-            rows.append((stage.name, key, name, lines, sha256))
+            lines = _row_count(stage.folder / name, sha256)
+            rows.append([stage.name, key, name, lines, sha256])
     return rows
 
 
-def _row_count(path: Path, sha256: Any) -> str:
+def _row_count(path: Path, sha256: str) -> str:
     with suppress(OSError):
-        if path.is_file() and files_sha256([path]) != sha256:
+        if not path.is_file():
+            return ""
+        if files_sha256([path]) != sha256:
             return "changed since"
-        if path.is_file() and path.suffix in (".jsonl", ".txt"):
+        if path.suffix in (".jsonl", ".txt"):
             with path.open("rb") as file:
                 return f"{sum(bool(line.strip()) for line in file):,}"
     return ""
@@ -129,36 +145,49 @@ def model_rows(run: Run) -> list[list[str]]:
     """Return (stage, key, description, path, sha256) of the input models and the output of each stage."""
     rows = []
     for stage in run.stages.values():
-        for key, entry in stage.manifest.parents.items():
-            kind = "external" if entry.stage == FOREIGN else f"{entry.stage} stage"
-            path = entry.path + (f" at {entry.revision}" if entry.revision else "")
-            rows.append([stage.name, key, kind, path, entry.sha256])
         manifest = stage.manifest
+        for key, entry in manifest.parents.items():
+            origin = "external" if entry.stage == FOREIGN else f"{entry.stage} stage"
+            path = f"{entry.path} at {entry.revision}" if entry.revision else entry.path
+            rows.append([stage.name, key, origin, path, entry.sha256])
         if manifest.model_sha256:
-            kind = f", {manifest.model_is}" if manifest.model_is else ""
-            step = "" if manifest.step is None else f", after step {manifest.step}"
-            rows.append([stage.name, "model/", f"output{kind}{step}", "", manifest.model_sha256])
+            output = "output"
+            if manifest.model_is:
+                output += f", {manifest.model_is}"
+            if manifest.step is not None:
+                output += f", after step {manifest.step}"
+            rows.append([stage.name, "model/", output, "", manifest.model_sha256])
     return rows
 
 
 def versions(stages: Iterable[Stage]) -> dict[str, str]:
     """Return {package: version}, with all versions if the stages differ."""
-    by_name: dict[str, dict[str, None]] = {}
+    by_name: dict[str, list[str]] = defaultdict(list)
     for stage in stages:
         for name, version in stage.manifest.versions.items():
-            by_name.setdefault(str(name), {})[str(version)] = None
+            if version not in by_name[name]:
+                by_name[name].append(version)
     return {name: " and ".join(each) for name, each in by_name.items()}
 
 
-def phases(ppo: Stage) -> list[tuple[str, str, str, float]]:
-    """Return (phase, description, time, share) of PPO's time; empty if its log has no times."""
+class Phase(NamedTuple):
+    """A phase of PPO, its time as text and as a share."""
+
+    name: str
+    about: str
+    time: str
+    share: float
+
+
+def phases(ppo: Stage) -> list[Phase]:
+    """Return the phases of PPO's time; empty if its log has no times."""
     seconds = {phase: _total(ppo, key) for key, phase in PHASES.items()}
     measured = sum(seconds.values())
-    if not any(seconds.values()):
+    if not measured:
         return []
     total = max(total_seconds(ppo), measured)
     seconds[REST] = total - measured
-    return [(name, about, duration(value), value / total) for (name, about), value in seconds.items()]
+    return [Phase(name, about, duration(value), value / total) for (name, about), value in seconds.items()]
 
 
 def _total(ppo: Stage, key: str) -> float:
@@ -169,7 +198,9 @@ def speed(ppo: Stage) -> str:
     """Return PPO's throughput of prompt and response tokens; empty if its log has no times."""
     tokens = _total(ppo, "tokens/real")
     seconds = sum(_total(ppo, key) for key in PHASES)
-    return f"{tokens / seconds:,.0f} tokens/s over {tokens:,.0f} tokens" if tokens and seconds else ""
+    if not tokens or not seconds:
+        return ""
+    return f"{tokens / seconds:,.0f} tokens/s over {tokens:,.0f} tokens"
 
 
 def commands(run: Run) -> list[str]:
@@ -179,9 +210,10 @@ def commands(run: Run) -> list[str]:
     stage from the copies that each stage keeps.
     """
     place = shell_word(run.folder.name)
-    if all(_matches_its_file(run, stage) for stage in run.stages.values() if stage.there):
+    present = [stage for stage in run.stages.values() if stage.there]
+    if all(_matches_its_file(run, stage) for stage in present):
         return [f"rlhf run {place}"]
-    local = [name for name, stage in run.stages.items() if stage.there and not stage.elsewhere]
+    local = [stage.name for stage in present if not stage.elsewhere]
     return [f"rlhf {name} --config {place}/{name}/config.yaml --fresh" for name in local]
 
 
@@ -195,7 +227,8 @@ def _matches_its_file(run: Run, stage: Stage) -> bool:
     except RLHFError:
         return False
     used = flatten(stage.config or {})
-    return all(now.get(key) == value or (now.get(key) is None and key in AUTOMATIC) for key, value in used.items())
+    changed = {key for key, value in used.items() if now.get(key) != value}
+    return all(key in AUTOMATIC and now.get(key) is None for key in changed)
 
 
 def hashes(run: Run) -> list[tuple[str, str]]:
@@ -207,9 +240,9 @@ def hashes(run: Run) -> list[tuple[str, str]]:
             "config": stage.config_sha256,
             "tokenizer": manifest.tokenizer_sha256,
             "template": manifest.template_sha256,
+            "git revision": manifest.git,
         }
-        found["git revision"] = manifest.git
-        rows += [(f"{name}, {kind}", str(sha256)) for kind, sha256 in found.items() if sha256]
+        rows += [(f"{name}, {kind}", value) for kind, value in found.items() if value]
     return rows
 
 
@@ -222,24 +255,25 @@ def sample_groups(pairs: Sequence[ResponsePair]) -> list[tuple[str, list[Respons
     """Return (title, pairs) of those shown, each pair once: highest and lowest gain, median gain, largest change."""
     if not pairs:
         return []
-    remaining = sorted(pairs, key=lambda pair: (-pair.gain, pair.index))
+    remaining = sorted(pairs, key=lambda pair: pair.index)
     median = sorted(pair.gain for pair in pairs)[len(pairs) // 2]
+    groups: list[tuple[str, list[ResponsePair]]] = []
 
-    def take(ordered: list[ResponsePair]) -> list[ResponsePair]:
-        taken = ordered[:SHOWN]
-        remaining[:] = [pair for pair in remaining if pair not in taken]
-        return taken
+    def show(title: str, selected: list[ResponsePair]) -> None:
+        if selected:
+            groups.append((title, selected))
+        remaining[:] = [pair for pair in remaining if pair not in selected]
 
-    best = take([*remaining])
-    worst = sorted(remaining, key=lambda pair: (pair.gain, pair.index))[:SHOWN]
+    show("Largest gains of PPO", sorted(remaining, key=lambda pair: -pair.gain)[:SHOWN])
+    worst = sorted(remaining, key=lambda pair: pair.gain)[:SHOWN]
     lost = [pair for pair in worst if pair.gain < 0]
-    groups = {
-        "Largest gains of PPO": best,
-        "Largest losses of PPO" if lost else "Smallest gains of PPO": take(lost or worst),
-        "Median gain": take(sorted(remaining, key=lambda pair: (abs(pair.gain - median), pair.index))),
-        "Largest changes": take(sorted(remaining, key=lambda pair: (-pair.change[0], -pair.change[1], pair.index))),
-    }
-    return [(title, group) for title, group in groups.items() if group]
+    if lost:
+        show("Largest losses of PPO", lost)
+    else:
+        show("Smallest gains of PPO", worst)
+    show("Median gain", sorted(remaining, key=lambda pair: abs(pair.gain - median))[:SHOWN])
+    show("Largest changes", sorted(remaining, key=lambda pair: pair.change, reverse=True)[:SHOWN])
+    return groups
 
 
 # One response token by token
@@ -272,16 +306,15 @@ class HeatMap(NamedTuple):
 def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> HeatMap | None:
     """Return the last sample that has token values; None if none has."""
     for row in reversed(samples):
-        tokens = row.get("tokens")
-        strips = list(_strips(tokens)) if isinstance(tokens, Mapping) else []
+        strips = list(_strips(row.get("tokens")))
         if strips:
             return HeatMap(row["step"], str(row.get("prompt", "")), strips)
     return None
 
 
-def _strips(tokens: Mapping[str, Any]) -> Iterator[Strip]:
+def _strips(tokens: Any) -> Iterator[Strip]:
     """Yield a strip for each kind of value that all tokens have."""
-    texts = tokens.get("text")
+    texts = tokens.get("text") if isinstance(tokens, Mapping) else None
     if not isinstance(texts, list) or not texts:
         return
     for name, about in TOKEN_VALUES.items():
@@ -292,10 +325,9 @@ def _strips(tokens: Mapping[str, Any]) -> Iterator[Strip]:
 
 def _strip(name: str, about: str, texts: Sequence[Any], values: Sequence[float]) -> Strip:
     top = max(abs(value) for value in values) or 1.0
-    tokens = [
-        (_token_text(str(text)), number(value), round(value / top, 3))
-        for text, value in zip(texts, values, strict=True)
-    ]
+    tokens = []
+    for text, value in zip(texts, values, strict=True):
+        tokens.append((_token_text(str(text)), number(value), round(value / top, 3)))
     return Strip(name, about, number(top), tokens)
 
 

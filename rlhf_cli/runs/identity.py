@@ -25,7 +25,7 @@ from rlhf_cli.files import (
     select_files,
 )
 from rlhf_cli.runs.checkpoints import newest_step
-from rlhf_cli.runs.layout import REPORT, SNAPSHOTS
+from rlhf_cli.runs.layout import MANIFEST, REPORT, REPORT_PAGE, SNAPSHOTS
 from rlhf_cli.runs.manifest import read_manifest
 from rlhf_cli.runs.model_files import list_model_files
 from rlhf_cli.runs.parents import Parent
@@ -35,7 +35,7 @@ from rlhf_cli.trees import flatten
 SMALL_FILES_BYTES = 32_000_000  # files of up to this size are hashed, in under a tenth of a second
 _MISSING = object()  # equal to nothing
 # The files that later stages and users rely on. Logs may be edited, and snapshots deleted to save space.
-_RESULT_FILES = ("model/", "value/", "report.json")
+_RESULT_FILES = ("model/", "value/", REPORT)
 _START_FILES = {"identity.json", "config.yaml"}
 
 
@@ -175,7 +175,7 @@ def stage_status(config: Config, expected: Mapping[str, Any], *, content: bool =
     Raises RLHFError E08 for files that cannot be read now.
     """
     folder = config.folder
-    names = {name for name in list_folder(folder) if not name.startswith(".tmp-") and name != REPORT}
+    names = {name for name in list_folder(folder) if not name.startswith(".tmp-") and name != REPORT_PAGE}
     if not names - {link.name for link in links_beforehand(folder)}:
         return StageStatus("new")
     recorded = read_identity(folder)
@@ -186,12 +186,12 @@ def stage_status(config: Config, expected: Mapping[str, Any], *, content: bool =
     if reasons:
         # A start that failed early, e.g. on bad data, is not a run: fixing the data must be enough.
         return StageStatus("stale", tuple(reasons)) if names - _START_FILES else StageStatus("new")
-    if not path_exists(folder / "manifest.json"):
+    if not path_exists(folder / MANIFEST):
         return StageStatus("resume", step=newest_step(folder / "state"))
 
     manifest, problem = read_manifest(folder)
     files = select_files(manifest.files, _RESULT_FILES)
-    problem = problem or find_damage(folder, files, where=shown(folder / "manifest.json"), content=content)
+    problem = problem or find_damage(folder, files, where=shown(folder / MANIFEST), content=content)
     if problem:
         return StageStatus("damaged", (problem,))
     return StageStatus("finished", sha256=manifest.model_sha256 or model_sha256(manifest.files, prefix=""))
@@ -276,6 +276,6 @@ def _other_run_error(config: Config, reasons: Sequence[str]) -> RLHFError:
     more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
     text = f"{shown(folder)} holds another run: {'; '.join(reasons[:5])}{more}"
     hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
-    if not (folder / "manifest.json").exists():
+    if not (folder / MANIFEST).exists():
         hint = f"to resume it, use the settings it was started with ({shown(folder / 'config.yaml')}); {hint}"
     return RLHFError("C15", text, where=shown(config.file), hint=hint)

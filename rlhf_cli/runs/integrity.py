@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf_cli.errors import RLHFError, collect_errors, shown
 from rlhf_cli.files import find_damage, json_sha256, select_files
+from rlhf_cli.runs.layout import MANIFEST
 from rlhf_cli.runs.model_files import FileStats, file_stats, folder_sha256
 from rlhf_cli.runs.parents import FOREIGN, Parent, damaged_stage_error
 
@@ -37,14 +38,14 @@ def _with_bases(parents: Mapping[str, Parent]) -> list[Parent]:
 def _verify(parent: Parent) -> None:
     problem = _find_difference(parent)
     if problem:
-        where = shown(parent.path / "manifest.json")
+        where = shown(parent.path / MANIFEST)
         raise damaged_stage_error(parent.key, parent.path, parent.stage, problem, where)
 
 
 def _find_difference(parent: Parent) -> str | None:
     """Return the first difference, by hash, between a stage's model and its manifest."""
     files = select_files(parent.manifest.files, "model/")
-    return find_damage(parent.path, files, where=shown(parent.path / "manifest.json"), content=True)
+    return find_damage(parent.path, files, where=shown(parent.path / MANIFEST), content=True)
 
 
 def require_unchanged(parents: Mapping[str, Parent], *, loaded: bool = False) -> None:

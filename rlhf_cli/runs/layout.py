@@ -12,7 +12,9 @@ POLICY_STAGES = ("ppo", "sft", "dpo")  # their models generate text
 MODEL_STAGES = (*POLICY_STAGES, "reward")  # in the order in which a command looks for a model
 COMPARED_STAGES = ("ppo", "sft")  # by `rlhf chat --compare`
 
-REPORT = "report.html"  # written from existing files at any time; not part of a stage
+MANIFEST = "manifest.json"  # the last file of a stage
+REPORT = "report.json"
+REPORT_PAGE = "report.html"  # written from existing files at any time; not part of a stage
 SNAPSHOTS = "snapshots"  # folder of a PPO run with the policies saved during training
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -38,10 +40,10 @@ def has_output(folder: Path) -> bool:
         os.scandir(folder).close()
         os.stat(folder / "identity.json")
     except FileNotFoundError:
-        return os.path.isfile(folder / "manifest.json")
+        return os.path.isfile(folder / MANIFEST)
     except OSError:
         return True
-    return any(os.path.isfile(folder / name) for name in ("identity.json", "manifest.json"))
+    return any(os.path.isfile(folder / name) for name in ("identity.json", MANIFEST))
 
 
 def configs_in(folder: Path) -> list[Path]:

@@ -1,16 +1,17 @@
 """manifest.json: what a finished stage wrote, from what, and with what results. The last file of a stage."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError
 
 from rlhf_cli.files import read_checked_json, write_checked_json
+from rlhf_cli.runs.layout import MANIFEST
 from rlhf_cli.runs.report import RewardModelAccuracy, RewardModelCard, WinRates, reward_model_result
 from rlhf_cli.runs.strict_json import Interval, Share, StrictModel, describe_problem
 
-NAME = "manifest.json"
 SCHEMA = 2
 
 
@@ -97,12 +98,12 @@ class Manifest(StrictModel):
         """What is of another type than today's in a file that is as it was written; the object leaves it out."""
         return self._odd
 
-    @property
+    @cached_property
     def known_metrics(self) -> KnownMetrics:
         """The metrics that have a type; `metrics` has all."""
         return KnownMetrics.model_validate(self.metrics)
 
-    @property
+    @cached_property
     def reward_model(self) -> RewardModelCard | RewardModelAccuracy | None:
         """The card of a reward model, or else its accuracy; None without held-out pairs."""
         return reward_model_result(self.card, self.metrics)
@@ -117,24 +118,24 @@ def read_manifest(folder: Path) -> tuple[Manifest, str | None]:
 
     Values of other types than today's are no damage, which would train the stage again: see `Manifest.odd`.
     """
-    values, problem = read_checked_json(folder / NAME)
+    values, problem = read_checked_json(folder / MANIFEST)
     if values.get("schema") == 1:
         problem = None
 
     files = values.get("files")
     if not isinstance(files, dict):
-        return Manifest(), problem or f"{NAME} names no files"
+        return Manifest(), problem or f"{MANIFEST} names no files"
 
     try:
         return Manifest.model_validate(values), problem
     except ValidationError as error:
         odd_keys = {each["loc"][0] for each in error.errors(include_url=False, include_input=False)}
         manifest = Manifest.model_validate({key: value for key, value in values.items() if key not in odd_keys})
-        manifest._odd = describe_problem(NAME, error)
+        manifest._odd = describe_problem(MANIFEST, error)
         return manifest, problem
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Any]) -> None:
     """Write the manifest of these entries, in their order, which completes the stage."""
     Manifest.model_validate(entries)
-    write_checked_json(folder / NAME, entries)
+    write_checked_json(folder / MANIFEST, entries)

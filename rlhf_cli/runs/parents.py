@@ -26,7 +26,7 @@ from rlhf_cli.files import (
     safe_join,
     select_files,
 )
-from rlhf_cli.runs.layout import ADAPTER_CONFIG, SNAPSHOTS, configs_in, has_output
+from rlhf_cli.runs.layout import ADAPTER_CONFIG, MANIFEST, SNAPSHOTS, configs_in, has_output
 from rlhf_cli.runs.manifest import Manifest, ParentEntry, read_manifest
 from rlhf_cli.runs.model_files import FileStats, file_stats, folder_sha256, read_adapter
 
@@ -77,7 +77,7 @@ def open_parent(
         _refuse_adapter(folder, key)
         if (folder / "config.json").is_file():
             return _foreign(folder, key, hashed=hashed)
-        if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
+        if any((folder / name).exists() for name in ("model", "state", MANIFEST, "identity.json")):
             return _stage(folder, expect, key, hashed=hashed)
 
         stages = " or ".join(shown(folder / stage) for stage in expect if has_output(folder / stage))
@@ -104,13 +104,13 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, *, hashed: bool) -> 
     """Return the parent in a stage's folder, with its files checked by size. Raises as `open_parent`."""
     manifest, manifest_problem = read_manifest(folder)
     stage = _stage_name(folder, manifest, manifest_problem)
-    where = shown(folder / "manifest.json")
+    where = shown(folder / MANIFEST)
     if stage not in expect:
         sibling = folder.parent / expect[0]
         better = shown(sibling) if sibling.is_dir() and sibling != folder else finished_stage(expect)
         text = f"{key}: {shown(folder)} was written by the {stage} stage, not by {' or '.join(expect)}"
         raise RLHFError("M10", text, hint=f"set {key} to {better}")
-    if not (folder / "manifest.json").exists():
+    if not (folder / MANIFEST).exists():
         text = f"{key}: {shown(folder)} is not finished (its manifest.json is missing)"
         raise RLHFError("M10", text, hint=f"finish it: {_command(stage, folder)}; or change {key}")
 

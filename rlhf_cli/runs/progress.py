@@ -1,6 +1,7 @@
 """A stage at work: the process that writes it, its steps, and the time that is left. For `rlhf status`."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from rlhf_cli.errors import RLHFError, translate_read_errors
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.checkpoints import newest_step
 from rlhf_cli.runs.identity import StageStatus
+from rlhf_cli.runs.layout import MANIFEST
 from rlhf_cli.runs.locks import lock_owner
 from rlhf_cli.runs.read import Progress, Row, Stage, changed_parents, read_stage, unreadable
 from rlhf_cli.runs.stage_folder import recorded_num_processes
 from rlhf_cli.tracking.logs import newest_rows
 
-DATED_FILES = ("manifest.json", "metrics.jsonl", "identity.json")
+DATED_FILES = (MANIFEST, "metrics.jsonl", "identity.json")
 
 
 def read_stage_at_work(name: str, folder: Path, status: StageStatus | None = None) -> Stage:
@@ -29,7 +31,8 @@ def read_stage_at_work(name: str, folder: Path, status: StageStatus | None = Non
     """
     try:
         with translate_read_errors(folder):
-            stage = replace(read_stage(name, folder), process=lock_owner(folder), status=status)
+            has_config = os.path.isfile(folder / "config.yaml")
+            stage = replace(read_stage(name, folder), process=lock_owner(folder), status=status, has_config=has_config)
             if stage.state == "unreadable":
                 return stage
             if status is None and stage.condition == "finished":
@@ -52,7 +55,7 @@ def _read_progress(stage: Stage) -> Progress:
         steps=steps,
         time_s=max((finite(row.get("time_s")) for row in rows), default=None),
         left_s=_remaining_s(rows, step, steps) if stage.condition == "running" else None,
-        changed=times.get("manifest.json", max(times.values(), default=None)),
+        changed=times.get(MANIFEST, max(times.values(), default=None)),
         bytes=system.folder_bytes(folder),
         rows=tuple(rows),
     )

@@ -15,11 +15,11 @@ from rlhf_cli.errors import RLHFError, shell_path, shown, translate_read_errors
 from rlhf_cli.files import find_damage, list_folder, path_exists, read_regular, select_files
 from rlhf_cli.jsonl import is_number, read_jsonl
 from rlhf_cli.runs.identity import StageStatus, read_identity
-from rlhf_cli.runs.layout import OPTIONAL_STAGES, STAGES, configs_in, has_output
+from rlhf_cli.runs.layout import MANIFEST, OPTIONAL_STAGES, REPORT, STAGES, configs_in, has_output
 from rlhf_cli.runs.locks import LockOwner
 from rlhf_cli.runs.manifest import Manifest, read_manifest
 from rlhf_cli.runs.parents import FOREIGN, no_stage_error
-from rlhf_cli.runs.report import FILE_NAME, PPO_OVER_SFT, FrontierPoint, Report, SelectedPolicy, WinRates, read_report
+from rlhf_cli.runs.report import PPO_OVER_SFT, FrontierPoint, Report, SelectedPolicy, WinRates, read_report
 from rlhf_cli.runs.resolve import LAST, SELECTED, require_step
 from rlhf_cli.tracking.logs import read_log
 from rlhf_cli.trees import at
@@ -60,6 +60,7 @@ class Stage:
     metrics: tuple[Row, ...] = ()  # metrics.jsonl
     process: LockOwner | None = None  # that has locked the folder
     status: StageStatus | None = None  # compared with the config of the run, if that was read
+    has_config: bool = False  # config.yaml is there, and `rlhf status` may name it
     progress: Progress = Progress()
 
     @property
@@ -94,9 +95,8 @@ class Stage:
         if self.status is None:
             return tuple(f"made from {change}" for change in self.outdated)
 
-        config = self.folder / "config.yaml"
-        if self.state != "finished" and os.path.isfile(config):
-            command = f"rlhf {self.name} --config {shell_path(config)}"
+        if self.state != "finished" and self.has_config:
+            command = f"rlhf {self.name} --config {shell_path(self.folder / 'config.yaml')}"
             return (*reasons, f"to resume it with its old config: {command}")
         return reasons
 
@@ -175,7 +175,7 @@ def read_stage(name: str, folder: Path) -> Stage:
         with translate_read_errors(folder):
             list_folder(folder)
             identity = read_identity(folder)
-            if not path_exists(folder / "manifest.json"):
+            if not path_exists(folder / MANIFEST):
                 return Stage(name, folder, "begun", identity=identity)
 
             manifest, problem = read_manifest(folder)
@@ -194,7 +194,7 @@ def unreadable(name: str, folder: Path, error: RLHFError) -> Stage:
 def _find_damage(folder: Path, files: Row) -> str | None:
     try:
         models = find_damage(folder, select_files(files, ("model/", "value/")), where=str(folder), content=False)
-        return models or find_damage(folder, select_files(files, FILE_NAME), where=str(folder), content=True)
+        return models or find_damage(folder, select_files(files, REPORT), where=str(folder), content=True)
     except RLHFError as error:
         if error.problems[0].code == "E08":
             raise
@@ -329,7 +329,7 @@ def _log(stage: Stage, name: str, notes: list[str]) -> tuple[Row, ...]:
 
 
 def _report(stage: Stage, notes: list[str]) -> Report | None:
-    if stage.state == "unreadable" or not (stage.folder / FILE_NAME).is_file():
+    if stage.state == "unreadable" or not (stage.folder / REPORT).is_file():
         return None
     try:
         report = read_report(stage.folder)

@@ -21,9 +21,9 @@ from pydantic import (
 
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import read_json_object
+from rlhf_cli.runs.layout import REPORT
 from rlhf_cli.runs.strict_json import Bounds, Count, Interval, Share, StrictModel, describe_problem
 
-FILE_NAME = "report.json"
 PPO_OVER_SFT = "ppo_vs_sft"
 JudgeKind = Literal["model", "function", "verifier"]
 
@@ -362,14 +362,14 @@ class Report(StrictModel):
 
 def read_report(folder: Path) -> Report:
     """Read the report.json of an eval folder. Raises RLHFError M05 if it is missing or corrupt, E08 if unreadable."""
-    path = folder / FILE_NAME
+    path = folder / REPORT
     contents = read_json_object(path)
     if contents is None:
         raise _damaged(f"{shown(path)} is missing or not readable")
     try:
         return Report.model_validate(contents)
     except ValidationError as error:
-        raise _damaged(f"{shown(path)} is damaged: {describe_problem(FILE_NAME, error)}") from error
+        raise _damaged(f"{shown(path)} is damaged: {describe_problem(REPORT, error)}") from error
 
 
 def _damaged(text: str) -> RLHFError:

@@ -16,7 +16,7 @@ from rlhf_cli.errors import Problem, RLHFError, did_you_mean, shell_path, shown,
 from rlhf_cli.files import cached_model, find_damage, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
 from rlhf_cli.runs.integrity import verify_parents
-from rlhf_cli.runs.layout import MODEL_STAGES, POLICY_STAGES, SNAPSHOTS
+from rlhf_cli.runs.layout import MODEL_STAGES, POLICY_STAGES, REPORT, SNAPSHOTS
 from rlhf_cli.runs.manifest import Manifest, read_manifest
 from rlhf_cli.runs.parents import (
     FOREIGN,
@@ -27,7 +27,7 @@ from rlhf_cli.runs.parents import (
     open_parent,
     short_hash,
 )
-from rlhf_cli.runs.report import FILE_NAME, Report, read_report
+from rlhf_cli.runs.report import Report, read_report
 
 LAST, SELECTED = "last", "selected"
 DEFAULT_STAGES = MODEL_STAGES[:2]  # the others are resolved on request only
@@ -325,7 +325,7 @@ def _report(parent: Parent) -> Report | None:
     evaluated = manifest.parents.get(f"models.{parent.stage}")
     if problem or manifest.odd or evaluated is None or evaluated.sha256 != parent.sha256:
         return None
-    if find_damage(folder, select_files(manifest.files, FILE_NAME), where=str(folder), content=True):
+    if find_damage(folder, select_files(manifest.files, REPORT), where=str(folder), content=True):
         return None
     try:
         return read_report(folder)

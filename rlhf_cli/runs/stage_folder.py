@@ -30,7 +30,7 @@ from rlhf_cli.files import (
 from rlhf_cli.runs.checkpoints import clear_leftovers, keep_newest
 from rlhf_cli.runs.identity import StageStatus, links_beforehand, read_identity, require_current, stage_status
 from rlhf_cli.runs.integrity import own_stages, require_unchanged, verify_parents
-from rlhf_cli.runs.layout import REPORT, SNAPSHOTS
+from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, SNAPSHOTS
 from rlhf_cli.runs.locks import is_locked_here, lock_folder, lock_folder_shared, release, release_shared
 from rlhf_cli.runs.manifest import SCHEMA, write_manifest
 from rlhf_cli.runs.parents import Parent, parent_entry, sha256_with_base
@@ -40,7 +40,7 @@ PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
     "numpy",
 )  # fmt: skip
-_UNLISTED = ("manifest.json", REPORT, "state/", *(f"{tracker}/" for tracker in TRACKER_NAMES))  # not in the manifest
+_UNLISTED = (MANIFEST, REPORT_PAGE, "state/", *(f"{tracker}/" for tracker in TRACKER_NAMES))  # not in the manifest
 
 
 def start_stage(

@@ -19,9 +19,9 @@ from bad_inputs import check, replace
 from plans import GPU, on_a_cpu, phase, plan, plan_json, planned, ppo, size
 from typer.testing import CliRunner
 
-from rlhf_cli import progress, system, terminal
+from rlhf_cli import system, terminal
 from rlhf_cli.cli import app
-from rlhf_cli.commands.plan import run as command
+from rlhf_cli.commands.plan import stage_plan
 from rlhf_cli.commands.plan.show import show
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.stages import MODES
@@ -32,15 +32,7 @@ from rlhf_cli.planning.model_size import DEFAULT_ADAPTERS
 from rlhf_cli.planning.target import Target, gpu_table
 from rlhf_cli.runs.resolve import models_in_memory
 
-
-@pytest.fixture(autouse=True)
-def _no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e9)
-
-
-@pytest.fixture
-def three(folder: Path) -> Path:
-    return plans.three_stages(folder)
+pytestmark = pytest.mark.usefixtures("no_progress_lines")
 
 
 def size_bytes(tensors: Any) -> int:
@@ -332,7 +324,7 @@ def test_fsdp_shards_layers_embeddings_and_heads(three: Path) -> None:
 
 
 def test_the_total_of_the_stages(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "advice", lambda *_: [])
+    monkeypatch.setattr(stage_plan, "advise", lambda *_: [])
     result = json.loads(plan(".", "--flops", "1e9", "--json").stdout)
     stages, total = result["stages"], result["total"]
     fullest = max(stages, key=lambda stage: stages[stage]["memory_bytes"])
@@ -491,7 +483,7 @@ def test_advice_is_a_combination_that_fits(
         assert (again["memory_bytes"], again["fits"]) == (each["memory_bytes"], each["fits"])
     combinations = [each["set"] for each in found["advice"]]
     assert stage == "eval" or ("adapters={kind: lora}" in combinations[0] and "adapters" not in combinations[-1])
-    show(found, Target.of(gpu[1], 1))
+    show(plans.parsed(found), Target.of(gpu[1], 1))
     out = capsys.readouterr().out
     assert "does not fit" in out and all(f", with {combination}" in out for combination in combinations)
 

@@ -9,14 +9,23 @@ import torch
 from bad_inputs import foreign_scorer, replace
 from typer.testing import CliRunner, Result
 
+from rlhf_cli import progress
 from rlhf_cli.cli import app
+from rlhf_cli.commands.plan.advice import Advice
+from rlhf_cli.commands.plan.stage_plan import PhasePlan, StagePlan
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
 GPU = ("--gpu", "80")
 KNOWN: dict[Any, dict[str, dict[str, Any]]] = {}  # plans by arguments and files
 
 
-def three_stages(folder: Path) -> Path:
+@pytest.fixture
+def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e9)
+
+
+@pytest.fixture
+def three(folder: Path) -> Path:
     """Change a folder of small stages to PPO of ten updates, with a reward model of another training."""
     foreign_scorer(folder)
     replace("ppo.yaml", "total_episodes: 64", "total_episodes: 640\n  response_length: 24")
@@ -41,6 +50,12 @@ def planned(*arguments: str) -> dict[str, dict[str, Any]]:
     if (arguments, files) not in KNOWN:
         KNOWN[arguments, files] = plan_json(*arguments)
     return KNOWN[arguments, files]
+
+
+def parsed(stage: dict[str, Any]) -> StagePlan:
+    """Return the plan of a stage that --json printed."""
+    phases = [PhasePlan(**each) for each in stage["phases"]]
+    return StagePlan(**{**stage, "phases": phases, "advice": [Advice(**each) for each in stage["advice"]]})
 
 
 def phase(stage: dict[str, Any], name: str) -> dict[str, Any]:

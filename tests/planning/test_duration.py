@@ -10,7 +10,6 @@ import pytest
 import torch
 from plans import GPU, on_a_cpu, phase, plan, planned, ppo
 
-from rlhf_cli import progress
 from rlhf_cli.commands.plan.inputs import ModelResolver
 from rlhf_cli.commands.plan.show import show
 from rlhf_cli.config.base import Options
@@ -22,15 +21,7 @@ from rlhf_cli.planning import duration
 from rlhf_cli.planning.model_size import Lengths
 from rlhf_cli.planning.target import Target
 
-
-@pytest.fixture(autouse=True)
-def _no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e9)
-
-
-@pytest.fixture
-def three(folder: Path) -> Path:
-    return plans.three_stages(folder)
+pytestmark = pytest.mark.usefixtures("no_progress_lines")
 
 
 def test_time_is_operations_over_the_rate(three: Path) -> None:
@@ -93,7 +84,7 @@ def test_time_is_a_lower_bound_for_large_models_and_other_machines(
 
 @on_a_cpu
 def test_the_time_of_a_deep_model_follows_from_shallow_ones(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(model: Any, *_: Any, bf16: bool) -> duration.PassTimes:
+    def measure(model: Any, *_: Any, **__: Any) -> duration.PassTimes:
         layers = model.config.num_hidden_layers
         return duration.PassTimes(2 + 3 * layers, 1 + layers, layers / 2, 4 + 2 * layers, 1)
 
@@ -151,6 +142,6 @@ def test_other_processes_are_reported(
     share: float, printed: bool, capsys: pytest.CaptureFixture[str], three: Path
 ) -> None:
     times = {"step_seconds": {"update": 10}, "seconds": 40, "share": share, "run": True}
-    show({**ppo(), "steps": 4, **times}, Target.of(None, 1))
+    show(plans.parsed({**ppo(), "steps": 4, **times}), Target.of(None, 1))
     out = capsys.readouterr().out
     assert "4 x 10 s: about 40 s" in out and ("25% of the processor now; alone about 10 s" in out) == printed

@@ -13,7 +13,7 @@ from rlhf_cli.config.machinery.section import Origin
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.models import build
 from rlhf_cli.planning.estimate import DataSize, StageInputs, estimate_stage
-from rlhf_cli.planning.memory import OTHER_BYTES, overhead_bytes
+from rlhf_cli.planning.memory import OTHER_BYTES, estimate_overhead
 from rlhf_cli.planning.model_size import Lengths
 from rlhf_cli.planning.target import Target
 
@@ -186,10 +186,10 @@ def estimated(case: Recorded) -> float:
     if case.target.gpu:
         return tensors
     process = round(case.process or 0)
-    overhead = overhead_bytes(case.stage, tensors, steps=stage.steps, gpu=False, process=process)
+    overhead = estimate_overhead(case.stage, tensors, steps=stage.steps, gpu=False, process=process)
     if not case.malloc_keeps:
         return tensors + OTHER_BYTES
-    return tensors + overhead["holes"] + (overhead["libraries"] if case.process else OTHER_BYTES)
+    return tensors + overhead.holes + (overhead.libraries if case.process else OTHER_BYTES)
 
 
 @pytest.mark.parametrize("name", RECORDED)

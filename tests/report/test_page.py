@@ -24,6 +24,7 @@ from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.report import charts, compare, frontier, page, tables
 from rlhf_cli.report.charts import WinRateRow
 from rlhf_cli.report.compare import Result
+from rlhf_cli.report.rules import Band
 from rlhf_cli.report.tables import INVISIBLE, visible
 from rlhf_cli.runs.read import at_step, read_run
 from rlhf_cli.runs.report import Report
@@ -197,7 +198,7 @@ def test_a_curve_goes_through_its_points_and_the_visible_part_of_its_range_is_sh
     assert (y3 - y2) / (y1 - y2) == pytest.approx(0.5, abs=1e-4), "SVG counts downwards"
     assert len(corners(group(root, "two"))) == 2
     assert {"one", "two", "update"} <= {text.text for text in root.iter("text")}
-    root = drawn(charts.draw_curves, {"a": [(1, 0.0), (2, 10.0)]}, band=([2.0, 2.0], [100.0, 100.0]))
+    root = drawn(charts.draw_curves, {"a": [(1, 0.0), (2, 10.0)]}, band=Band([2.0, 2.0], [100.0, 100.0]))
     line, shade = corners(group(root, "a")), corners(group(root, "healthy"))
     zero, ten = line[0][1], line[1][1]
     bottom, top = max(y for _, y in shade), min(y for _, y in shade)

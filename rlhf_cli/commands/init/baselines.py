@@ -1,11 +1,12 @@
 """Baselines of a run: dpo.yaml beside reward.yaml, and best_of/sft.yaml below ppo.yaml, with its prompts."""
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli import config, jsonl
-from rlhf_cli.commands.init.templates import write_config
+from rlhf_cli.commands.init.templates import format_rate, write_config
 from rlhf_cli.config.machinery import yaml_io
 from rlhf_cli.config.machinery.yaml_io import to_yaml
 from rlhf_cli.config.ppo import PPOConfig
@@ -16,7 +17,9 @@ from rlhf_cli.errors import RLHFError
 
 RATE_SHARE = 0.1  # of the reward model's learning rate, as the defaults of the two stages are: 1e-5 and 1e-6
 BEST_OF_FOLDER = "best_of"  # a run's folder in that of the run whose models it reads
-NUM_ANSWERS, MAX_ANSWERS, EPOCHS = 16, 64, 4  # of best-of-n SFT; more than 16 answers where prompts are few
+EPOCHS = 4  # of best-of-n SFT
+NUM_ANSWERS = 16  # to a prompt, of best-of-n SFT
+MAX_ANSWERS = 64  # where prompts are few
 NOT_SHARED = {"num_train_epochs", "max_steps", "logging_steps", "eval_steps"}  # with the stage whose sizes it has
 SHARED_MODEL_KEYS = ("adapters", "revision", "dtype", "attn_implementation")  # that the model has in PPO, too
 PPO_DATA = ("prompts", "eval_prompts", "ptx_data")
@@ -33,21 +36,24 @@ def write_dpo(folder: Path, rows: int | None = None) -> None:
     tree = yaml_io.read(source).tree
     reward = config.load("reward", source)
     assert isinstance(reward, RewardConfig)
+
     settings = {name: value for name, value in tree["reward"].items() if name in TrainerSettings.model_fields}
     if rows:
-        batch = reward.reward.per_device_train_batch_size * reward.reward.gradient_accumulation_steps
+        batch = _batch_rows(reward.reward)
         rows = min(rows, batch)
-        settings |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": batch // rows}
+        settings["per_device_train_batch_size"] = rows
+        settings["gradient_accumulation_steps"] = batch // rows
         settings["per_device_eval_batch_size"] = rows
+
     model = {"path": "RUN/sft", **tree.get("model", {})}
     values = {
         "seed": tree["seed"],
         "path": model.pop("path"),
-        "learning_rate": f"{RATE_SHARE * reward.reward.learning_rate:.0e}".replace("e-0", "e-"),
+        "learning_rate": format_rate(RATE_SHARE * reward.reward.learning_rate),
         "model": model,
         "data": tree["data"],
         "settings": settings,
-        "sections": {name: tree[name] for name in ("trainer", "output") if name in tree},
+        "sections": _with_keys(tree, ("trainer", "output")),
     }
     write_config("dpo", folder / "dpo.yaml", "dpo.yaml.jinja", values)
 
@@ -58,35 +64,35 @@ def write_best_of(folder: Path) -> None:
     It samples about as many answers as PPO, if MAX_ANSWERS to each prompt are enough for that.
     """
     stage = "sft" if (folder / "sft.yaml").exists() else "reward"
-    ppo_tree = yaml_io.read(folder / "ppo.yaml").tree
     tree = yaml_io.read(folder / f"{stage}.yaml").tree
-    ppo, sizes = config.load("ppo", folder / "ppo.yaml"), config.load(stage, folder / f"{stage}.yaml")
+    sizes = config.load(stage, folder / f"{stage}.yaml")
+    ppo_tree = yaml_io.read(folder / "ppo.yaml").tree
+    ppo = config.load("ppo", folder / "ppo.yaml")
     assert isinstance(ppo, PPOConfig) and isinstance(sizes, SFTConfig | RewardConfig)
 
-    trained = sizes.sft if isinstance(sizes, SFTConfig) else sizes.reward
-    batch = trained.per_device_train_batch_size * trained.gradient_accumulation_steps
+    data = {"train": _inside(folder, ppo.data.prompts), **ppo_tree["data"]}
+    sampling = _sampling(ppo)
+    if "truncate_prompt_words" in data:
+        sampling["truncate_prompt_words"] = data.pop("truncate_prompt_words")
+
+    batch = _batch_rows(sizes.sft if isinstance(sizes, SFTConfig) else sizes.reward)
     episodes = ppo.ppo.total_episodes or 0
     file = Path(ppo.data.prompts)
     prompts = sum(1 for _ in jsonl.read_jsonl(file)) if file.is_file() else max(episodes, batch)
     n = min(MAX_ANSWERS, max(NUM_ANSWERS, round(episodes / prompts)))
-
-    data = {"train": _inside(folder, ppo.data.prompts), **ppo_tree["data"]}
-    has_limit = not episodes or "max_rows" in data
-    sampling = _sampling(ppo)
-    if "truncate_prompt_words" in data:
-        sampling["truncate_prompt_words"] = data.pop("truncate_prompt_words")
-    scorers = [path for source in ppo.rewards.values() for path in (source.model, *source.models.values()) if path]
-    models = ppo_tree.get("models", {})
+    max_rows = None
+    if episodes and "max_rows" not in data:
+        max_rows = min(prompts, max(batch, episodes // n))
 
     values = {
         "seed": tree["seed"],
         "path": _inside(folder, ppo.models.sft),
-        "model": {key: models[key] for key in SHARED_MODEL_KEYS if key in models},
+        "model": _with_keys(ppo_tree.get("models", {}), SHARED_MODEL_KEYS),
         "data": {key: value for key, value in data.items() if key not in PPO_DATA},
-        "max_rows": None if has_limit else min(prompts, max(batch, episodes // n)),
+        "max_rows": max_rows,
         "episodes": episodes,
         "n": n,
-        "reward": _inside(folder, scorers[0] if scorers else ppo.models.reward),
+        "reward": _inside(folder, _first_scorer(ppo)),
         "sampling": sampling,
         "source": f"{stage}.yaml",
         "epochs": EPOCHS,
@@ -97,28 +103,53 @@ def write_best_of(folder: Path) -> None:
     write_config("sft", folder / BEST_OF_FOLDER / "sft.yaml", "best_of.yaml.jinja", values, folder)
 
 
+def _batch_rows(settings: TrainerSettings) -> int:
+    """Return the rows of an optimizer step."""
+    return settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+
+
+def _with_keys(tree: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return those of the keys that a tree has, with their values."""
+    return {key: tree[key] for key in keys if key in tree}
+
+
+def _first_scorer(ppo: PPOConfig) -> str:
+    """Return the path of the first reward model that PPO is trained with."""
+    for source in ppo.rewards.values():
+        for path in (source.model, *source.models.values()):
+            if path:
+                return path
+    return ppo.models.reward
+
+
 def _sampling(ppo: PPOConfig) -> dict[str, Any]:
     """Return the keys of best_of that sample as PPO does."""
     settings = ppo.ppo
-    sampling = {
+    sampling: dict[str, Any] = {
         "response_length": settings.max_response_length,
         "temperature": settings.temperature,
         "missing_eos_penalty": settings.missing_eos_penalty,
     }
-    rows = settings.local_rollout_forward_batch_size
-    return sampling | ({"per_device_batch_size": rows} if rows else {})
+    if settings.local_rollout_forward_batch_size:
+        sampling["per_device_batch_size"] = settings.local_rollout_forward_batch_size
+    return sampling
 
 
 def _training(written: dict[str, Any], sizes: SFTConfig | RewardConfig, ppo: PPOConfig) -> dict[str, Any]:
     """Return the training settings of the stage whose sizes best-of-n SFT has."""
     shared = TrainerSettings.model_fields.keys() - NOT_SHARED
     settings = {name: value for name, value in written.items() if name in shared}
-    if isinstance(sizes, SFTConfig) and bool(sizes.model.adapters) == bool(ppo.models.adapters):
-        settings["learning_rate"] = sizes.sft.learning_rate
+    if isinstance(sizes, SFTConfig):
+        trains_the_same = bool(sizes.model.adapters) == bool(ppo.models.adapters)
+        if trains_the_same:
+            settings["learning_rate"] = sizes.sft.learning_rate
     return settings
 
 
 def _inside(folder: Path, value: str) -> str:
     """Return a resolved path inside `folder` relative to best_of/; others and hub ids are unchanged."""
     top = Path(os.path.abspath(folder))
-    return f"../{Path(value).relative_to(top).as_posix()}" if Path(value).is_relative_to(top) else value
+    path = Path(value)
+    if not path.is_relative_to(top):
+        return value
+    return f"../{path.relative_to(top).as_posix()}"

@@ -11,8 +11,9 @@ from rlhf_cli.config.stages import adapter_kind
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build
 from rlhf_cli.planning.model_size import Lengths
-from rlhf_cli.planning.placement import MAX_ROWS, Batch, MemoryPlanner, Placement, memory_line, require_known
+from rlhf_cli.planning.placement import Batch, MemoryPlanner, Placement, memory_line, require_known
 from rlhf_cli.planning.target import Target
+from rlhf_cli.runs.layout import configs_in
 
 
 def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: str | None, gpu: str | None) -> str:
@@ -23,48 +24,52 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: s
     fits.
     """
     target = Target.of(gpu, 1)
-    if not target.gpu and adapters:
-        hint = "name the GPU, e.g. --gpu h100"
-        raise RLHFError("C11", "--adapters fits the preset to a GPU, and this machine has none", hint=hint)
     if not target.gpu:
+        if adapters:
+            hint = "name the GPU, e.g. --gpu h100"
+            raise RLHFError("C11", "--adapters fits the preset to a GPU, and this machine has none", hint=hint)
         return "memory: the preset as it is, as this machine has no GPU; --gpu NAME fits it to one"
     adapters = adapters or "auto"
     require_known(adapters)
 
-    files = {stage: folder / f"{stage}.yaml" for stage in MAX_ROWS if (folder / f"{stage}.yaml").exists()}
+    files = {path.stem: path for path in configs_in(folder)}
     configs: dict[str, Any] = {stage: config.load(stage, file) for stage, file in files.items()}
     kind = adapter_kind(configs["ppo"])
-    planner = _planner(build.new_config(fields), target, prompt, files, configs)
+    planner = _planner(build.new_config(fields), target, prompt, configs)
 
-    needed = {stage: planner.needed(stage, {}, adapters=kind is not None) for stage in files}
+    needed = {stage: planner.needed(stage, {}, adapters=kind is not None) for stage in configs}
     fullest = max(needed, key=lambda stage: needed[stage])
     as_it_is = Placement(kind, fullest=fullest, bytes=needed[fullest])
     fits = as_it_is.bytes <= planner.available
     if fits and adapters in ("auto", kind or "none"):
         return memory_line("the preset as it is", as_it_is, target)
 
-    hint = "take a larger GPU" if adapters == "auto" else "take a larger GPU, or leave --adapters out"
+    hint = "take a larger GPU"
+    if adapters != "auto":
+        hint += ", or leave --adapters out"
     chosen, _ = planner.choose(adapters, own=kind, where="--gpu", hint=hint)
     for stage, file in files.items():
-        values = _values(stage, planner, chosen, configs[stage], has_adapters=kind is not None)
-        _write_values(file, configs[stage].model_dump(), values, f"for {target.name}")
+        own = configs[stage]
+        values = _values(own, planner, chosen, has_adapters=kind is not None)
+        _write_values(file, own.model_dump(), values, f"for {target.name}")
     return memory_line(chosen, chosen, target, "as it is the preset needs", None if fits else as_it_is)
 
 
-def _planner(
-    body: Any, target: Target, prompt: int, files: Mapping[str, Path], configs: Mapping[str, Any]
-) -> MemoryPlanner:
+def _planner(body: Any, target: Target, prompt: int, configs: Mapping[str, Any]) -> MemoryPlanner:
+    """Return the planner of the stages that a preset has, with its rows first."""
     generated = Lengths(prompt, configs["ppo"].ppo.max_response_length)
-    lengths = {}
+    lengths: dict[str, Lengths] = {}
+    first: dict[str, Batch] = {}
     for stage, each in configs.items():
-        is_trl = stage not in ("ppo", "eval")
-        lengths[stage] = Lengths(1, getattr(each, stage).max_length - 1) if is_trl else generated
+        settings = getattr(each, stage)
+        lengths[stage] = generated if stage in ("ppo", "eval") else Lengths(1, settings.max_length - 1)
+        first[stage] = _first_batch(stage, settings)
     return MemoryPlanner(
         body,
         target,
-        first={stage: _first_batch(stage, getattr(each, stage)) for stage, each in configs.items()},
+        first=first,
         lengths=lengths,
-        make=lambda stage, overrides: config.load(stage, files[stage], overrides),
+        make=lambda stage, overrides: config.load(stage, configs[stage].file, overrides),
     )
 
 
@@ -77,11 +82,13 @@ def _first_batch(stage: str, settings: Any) -> Batch:
     return Batch(rows, rows * settings.gradient_accumulation_steps, rollout)
 
 
-def _values(stage: str, planner: MemoryPlanner, chosen: Placement, own: Any, *, has_adapters: bool) -> dict[str, Any]:
+def _values(own: Any, planner: MemoryPlanner, chosen: Placement, *, has_adapters: bool) -> dict[str, Any]:
     """Return the values of a stage's YAML by key, with the rates and evaluation rows that belong to a placement."""
+    stage = own.stage
     settings = getattr(own, stage)
     assert chosen.rows
     values = planner.values(stage, chosen, chosen.rows[stage], chosen.rollout_rows)
+
     if stage in ("sft", "reward", "dpo"):
         rows = values[f"{stage}.per_device_train_batch_size"]
         values[f"{stage}.per_device_eval_batch_size"] = min(rows, settings.per_device_eval_batch_size)
@@ -102,5 +109,6 @@ def _write_values(file: Path, before: Mapping[str, Any], values: Mapping[str, An
         if name == "adapters" and old:
             old = {"kind": old["kind"]}
         if value != old:
-            text = with_value(text, key, value, reason if old is None else f"{reason}; the preset has {to_yaml(old)}")
+            comment = reason if old is None else f"{reason}; the preset has {to_yaml(old)}"
+            text = with_value(text, key, value, comment)
     file.write_text(text, encoding="utf-8")

@@ -13,8 +13,8 @@ from rlhf_cli.runs.locks import locked
 
 UNTOUCHED = "nothing was written; name another folder"
 LOCKED = "wait for it to end, or name another folder"
-# Scratch folder inside a folder that existed before, and its name after all files are linked.
-SCRATCH, PLACED = ".tmp-init", ".tmp-init-placed"
+SCRATCH = ".tmp-init"  # scratch folder inside a folder that existed before
+PLACED = ".tmp-init-placed"  # its name after all files are linked
 MAX_LISTED_NAMES = 5
 
 
@@ -49,15 +49,21 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
         except BaseException:
             remove(scratch, ignore_errors=True)
             raise
-        for name in [name for name in names if not (folder / name).exists()]:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            try:  # a hard link, so that `remove_leftovers` can identify it; not all file systems have them
-                os.link(scratch / name, folder / name)
-            except OSError:
-                (scratch / name).rename(folder / name)
+        for name in names:
+            if not (folder / name).exists():
+                _place(scratch / name, folder / name)
         sync_files(folder, names)
         scratch.rename(folder / PLACED)
         remove(folder / PLACED)
+
+
+def _place(source: Path, target: Path) -> None:
+    """Make a hard link, so that `remove_leftovers` can identify it; not all file systems have them."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        source.rename(target)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -84,15 +90,19 @@ def _files(folder: Path) -> list[str]:
 
 
 def _check_conflicts(folder: Path, scratch: Path, names: list[str]) -> None:
-    existing = [name for name in names if os.path.lexists(folder / name)]
-    conflicts = [name for name in existing if not _same_file(folder / name, scratch / name)]
-    for name in names:  # files where folders are needed
+    """Raise RLHFError C15 if a file exists with another content, or where a folder is needed."""
+    conflicts: list[str] = []
+    for name in names:
+        if os.path.lexists(folder / name) and not _same_file(folder / name, scratch / name):
+            conflicts.append(name)
+    for name in names:
         conflicts += [str(parent) for parent in Path(name).parents if (folder / parent).is_file()]
     conflicts = list(dict.fromkeys(conflicts))
     if not conflicts:
         return
 
-    listed, more = ", ".join(conflicts[:MAX_LISTED_NAMES]), len(conflicts) - MAX_LISTED_NAMES
+    listed = ", ".join(conflicts[:MAX_LISTED_NAMES])
+    more = len(conflicts) - MAX_LISTED_NAMES
     others = f" and {more} more" if more > 0 else ""
     text = f"{shown(folder)} already holds {listed}{others}, with another content"
     raise RLHFError("C15", text, hint=UNTOUCHED)

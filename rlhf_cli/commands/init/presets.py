@@ -40,15 +40,16 @@ class Preset:
             arithmetic.write(folder, seed, self.problems)
 
 
-GENERATED = {"sizes": world.Sizes, "problems": arithmetic.Sizes}
+def _preset(table: dict[str, Any]) -> Preset:
+    """Return the preset of a table of presets.toml."""
+    if "sizes" in table:
+        table["sizes"] = world.Sizes(**table["sizes"])
+    if "problems" in table:
+        table["problems"] = arithmetic.Sizes(**table["problems"])
+    return Preset(**table)
+
+
 TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
-
-
-def _preset(table: Mapping[str, Any]) -> Preset:
-    generated = {key: make(**table[key]) for key, make in GENERATED.items() if key in table}
-    return Preset(**{**table, **generated})
-
-
 PRESETS = {name: _preset(table) for name, table in TABLES.items()}
 
 
@@ -75,7 +76,9 @@ def init(
     if (adapters or gpu) and not PRESETS[name].base:
         text = f"--{'adapters' if adapters else 'gpu'} belongs to presets of a large model, and {name} has none"
         raise RLHFError("C11", text, hint="remove it")
-    preset, memory = PRESETS[name], None
+
+    preset = PRESETS[name]
+    memory = None
     with all_or_nothing(folder) as scratch:
         stages = _copy_configs(configs_folder() / name, scratch, seed)
         if baselines:
@@ -94,8 +97,9 @@ def init(
         terminal.out(memory)
     if preset.sizes and preset.sizes.texts:
         _train_base(folder)
-    steps = [preset.preparation.format(folder=shell_path(folder))] if preset.preparation else []
-    steps.append(f"rlhf run {shell_path(folder)}")
+    steps = [f"rlhf run {shell_path(folder)}"]
+    if preset.preparation:
+        steps.insert(0, preset.preparation.format(folder=shell_path(folder)))
     terminal.out(f"{shown(folder)} is ready; next: {'; then '.join(steps)}")
 
 
@@ -103,12 +107,13 @@ def _copy_configs(source: Path, folder: Path, seed: int) -> set[str]:
     """Copy the files of a preset, its YAMLs with a seed and a schema; return the stages that have one."""
     files = sorted(path.relative_to(source) for path in source.rglob("*") if path.suffix in COPIED)
     for path in files:
-        text = (source / path).read_text(encoding="utf-8")
-        text = re.sub(r"^seed: 0\b", f"seed: {seed}", text, flags=re.MULTILINE)
+        original = (source / path).read_text(encoding="utf-8")
+        text = re.sub(r"^seed: 0\b", f"seed: {seed}", original, flags=re.MULTILINE)
         if path.suffix == ".yaml":
             text = json_schema.with_modeline(text, path, Path(json_schema.FOLDER, f"{path.stem}.json"))
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
     return {path.stem for path in files if path.suffix == ".yaml"}
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.commands.init.pairs import Lengths
+from rlhf_cli.commands.init.limits import TokenLimits
+from rlhf_cli.commands.init.templates import format_rate
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import apply_overrides
 from rlhf_cli.config.machinery.section import Origin
@@ -26,23 +27,25 @@ BASE_LEARNING_RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
 MAX_LEARNING_RATES = {"sft": 1e-3, "reward": 1e-3, "ppo": 2e-4}  # higher PPO rates diverged
 LEARNING_RATE_EXPONENT = 0.6
 TRAIN_FILES = {"sft": "sft", "reward": "pairs"}  # training file of a stage in data/
-TIME_SHARES = {"sft": 0.2, "reward": 0.2, "ppo": 0.5}  # of the time budget; the rest is for eval
+TIME_SHARES = {"sft": 0.2, "reward": 0.2, "ppo": 0.5, "eval": 0.1}  # of the time budget
 DEFAULT_MINUTES = {"cpu": 30.0, "cuda": 480.0}
 MIN_UPDATES = 50  # of PPO; the demo's reward is near its peak by then (docs/results/demo.md)
 PPO_EPOCHS = (4, 2, 1)  # the default of num_ppo_epochs, and fewer if that leaves time for more updates
 MIN_STEPS = 10  # optimizer steps, or PPO updates
 # SFT on few rows takes more epochs, up to this many steps or epochs (measured in docs/your-own-data.md).
-TARGET_SFT_STEPS, MAX_SFT_EPOCHS = 100, 8
+TARGET_SFT_STEPS = 100
+MAX_SFT_EPOCHS = 8
 MIN_EVAL_PROMPTS = 64  # if there are so many; a share is then known to 0.12
 MAX_EVAL_PROMPTS = 512  # the default of eval.n; a share is then known to 0.04
 MAX_EVAL_ROWS = 512  # of sft and reward
 SNAPSHOTS = 7  # of PPO that are evaluated: output.snapshots without the final policy
 FORWARD_COST = 1 / 3  # of a forward pass, as a share of a training step
-
-
 EVAL_BEST_OF = 4  # answers to a prompt in the evaluation
 MIN_BF16_GAIN = 1.2  # on a CPU; a smaller one may be noise
-BATCH_ROWS, BATCH_TOKENS, NEW_TOKENS = 8, 64, 16  # of the batch whose speed is measured
+# The batch whose speed is measured.
+BATCH_ROWS = 8
+BATCH_TOKENS = 64
+NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class SizingInputs:
     """Measurements of the data, the model and the machine."""
 
     rows: Mapping[str, int]  # file of data/ -> its rows before truncation
-    lengths: Lengths
+    limits: TokenLimits
     parameters: int
     placement: Placement
     whole: Placement | None  # what whole weights would need, if they do not fit
@@ -68,7 +71,14 @@ class SizingInputs:
 
 
 def measure_inputs(
-    base: Parent, lengths: Lengths, files: dict[str, Any], target: Target, adapters: str, hint: str, *, baselines: bool
+    base: Parent,
+    limits: TokenLimits,
+    files: Mapping[str, Sequence[Any]],
+    target: Target,
+    *,
+    adapters: str,
+    hint: str,
+    baselines: bool,
 ) -> SizingInputs:
     """Inspect the base model, choose how it is kept in memory, and measure its speed if it will run here.
 
@@ -76,46 +86,60 @@ def measure_inputs(
     RLHFError M01, M07, M08, and E03 with `hint` if nothing fits.
     """
     config = load.read_config(base.model)
-    planner = memory_planner(config, lengths, target, baselines=baselines)
+    planner = memory_planner(config, limits, target, baselines=baselines)
     placement, whole = planner.choose(adapters, hint=hint)
+
     parameters = build.causal_lm_from_config(config).num_parameters()
-    measurable = not target.planned and weight_files.count_parameters(base) > 0
+    runs_here = not target.planned and weight_files.count_parameters(base) > 0
     can_train = 20 * parameters < target.memory  # float32 weights, gradients and some activations
     return SizingInputs(
         rows={name: len(rows) for name, rows in files.items()},
-        lengths=lengths,
+        limits=limits,
         parameters=parameters,
         placement=placement,
         whole=whole,
         target=target,
-        speed=measure_speed(base.model) if measurable and can_train else None,
+        speed=measure_speed(base.model) if runs_here and can_train else None,
     )
 
 
-def memory_planner(body: Any, lengths: Lengths, target: Target, *, baselines: bool = False) -> MemoryPlanner:
+def memory_planner(body: Any, limits: TokenLimits, target: Target, *, baselines: bool = False) -> MemoryPlanner:
     """Return the planner of a run from a base model with config `body`; with `baselines` for DPO, too."""
-    longest = lengths.max_length
-    examples = model_size.Lengths(1, longest - 1)
-    generated = model_size.Lengths(lengths.prompt_max, lengths.response_length)
-    rows = {"sft": examples, "reward": model_size.Lengths(longest - 1, 1)}
-    if baselines:
-        rows["dpo"] = examples
-    rows |= {"ppo": generated, "eval": generated}
-    first = {stage: FIRST[stage] for stage in rows}
-    return MemoryPlanner(body, target, first, rows, lambda stage, overrides: _config(stage, overrides, lengths))
-
-
-def _config(stage: str, overrides: Sequence[str], lengths: Lengths) -> Config:
-    """Return the config of a stage as far as its memory depends on it."""
-    response = {"response_length": lengths.response_length}
-    models = {"sft": "/sft", "reward": "/reward"}
-    trees: dict[str, dict[str, Any]] = {
-        "ppo": {"models": models, "ppo": {"total_episodes": EPISODES_PER_UPDATE, **response}},
-        "eval": {"models": {**models, "ppo": "/ppo"}, "eval": {"temperature": 1.0, **response}},
+    longest = limits.max_length
+    generated = model_size.Lengths(limits.prompt_max, limits.response_length)
+    lengths = {
+        "sft": model_size.Lengths(1, longest - 1),
+        "reward": model_size.Lengths(longest - 1, 1),
+        "dpo": model_size.Lengths(1, longest - 1),
+        "ppo": generated,
+        "eval": generated,
     }
-    training: dict[str, Any] = {"model": {"path": "/base"}, stage: {"max_length": lengths.max_length}}
-    data = {"prompts": "none"} if stage in trees else {"train": "none"}
-    tree = {"run": "/run", "data": data, **trees.get(stage, training)}
+    if not baselines:
+        del lengths["dpo"]
+    return MemoryPlanner(
+        body,
+        target,
+        first={stage: FIRST[stage] for stage in lengths},
+        lengths=lengths,
+        make=lambda stage, overrides: _config(stage, overrides, limits),
+    )
+
+
+def _config(stage: str, overrides: Sequence[str], limits: TokenLimits) -> Config:
+    """Return the config of a stage as far as its memory depends on it."""
+    tree: dict[str, Any] = {"run": "/run"}
+    if stage == "ppo":
+        tree["models"] = {"sft": "/sft", "reward": "/reward"}
+        tree["data"] = {"prompts": "none"}
+        tree["ppo"] = {"total_episodes": EPISODES_PER_UPDATE, "response_length": limits.response_length}
+    elif stage == "eval":
+        tree["models"] = {"sft": "/sft", "reward": "/reward", "ppo": "/ppo"}
+        tree["data"] = {"prompts": "none"}
+        tree["eval"] = {"temperature": 1.0, "response_length": limits.response_length}
+    else:
+        tree["model"] = {"path": "/base"}
+        tree["data"] = {"train": "none"}
+        tree[stage] = {"max_length": limits.max_length}
 
     source = YamlFile("", tree, {}, [])
     apply_overrides(overrides, source, CONFIGS[stage])
@@ -127,14 +151,22 @@ def _config(stage: str, overrides: Sequence[str], lengths: Lengths) -> Config:
 def measure_speed(folder: Path) -> Speed:
     """Measure the speed of a folder's model, in both formats on a CPU that multiplies in bfloat16."""
     model = load.load_causal_lm(folder).to(devices.device())
-    width = min(BATCH_TOKENS, load.context_length(model.config.get_text_config()) or BATCH_TOKENS)
-    prompt = min(NEW_TOKENS, width // 2)
-    speeds = []
-    for bf16 in (False, True) if devices.cpu_multiplies_bf16() else (devices.use_bf16(None),):
-        times = measure_passes(model, BATCH_ROWS, prompt, width - prompt, prompt, EPISODES_PER_UPDATE, bf16=bf16)
-        speeds.append(Speed(BATCH_ROWS * width / times.train, EPISODES_PER_UPDATE * prompt / times.generate))
-    gain = speeds[-1].training / speeds[0].training
-    return replace(speeds[-1], bf16_gain=gain) if gain >= MIN_BF16_GAIN else speeds[0]
+    context = load.context_length(model.config.get_text_config())
+    width = min(BATCH_TOKENS, context or BATCH_TOKENS)
+    new_tokens = min(NEW_TOKENS, width // 2)
+
+    def measure(*, bf16: bool) -> Speed:
+        times = measure_passes(
+            model, BATCH_ROWS, new_tokens, width - new_tokens, new_tokens, EPISODES_PER_UPDATE, bf16=bf16
+        )
+        return Speed(BATCH_ROWS * width / times.train, EPISODES_PER_UPDATE * new_tokens / times.generate)
+
+    if not devices.cpu_multiplies_bf16():
+        return measure(bf16=devices.use_bf16(None))
+    plain = measure(bf16=False)
+    faster = measure(bf16=True)
+    gain = faster.training / plain.training
+    return replace(faster, bf16_gain=gain) if gain >= MIN_BF16_GAIN else plain
 
 
 @dataclass(frozen=True)
@@ -175,72 +207,121 @@ class Sizes:
 
 def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
     """Choose sizes that fit the memory and the time budget in minutes (None: 30 on a CPU, 480 on a GPU)."""
-    rows, adapters = inputs.placement.rows, inputs.placement.adapters
+    rows = inputs.placement.rows
     assert rows
     prompts = max(inputs.rows["prompts"], 1)  # an update takes no prompt twice, unless for several samples
-    samples = next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES_PER_UPDATE // count <= prompts)
     sizes = Sizes(
         sft=_training("sft", inputs, rows["sft"]),
         reward=_training("reward", inputs, rows["reward"]),
-        ppo_rate=learning_rate("ppo", inputs.parameters, adapters),
+        ppo_rate=learning_rate("ppo", inputs.parameters, inputs.placement.adapters),
         total_episodes=_whole_updates(max(MIN_UPDATES * EPISODES_PER_UPDATE, 3 * inputs.rows["prompts"])),
         ppo_rows=rows["ppo"],
         ppo_parts=EPISODES_PER_UPDATE // rows["ppo"],
         ppo_epochs=PPO_EPOCHS[0],
-        samples=samples,
+        samples=next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES_PER_UPDATE // count <= prompts),
         eval_n=min(MAX_EVAL_PROMPTS, inputs.rows["heldout"]),
     )
-    return _fit_time(sizes, inputs, minutes)
+    if inputs.speed is None:
+        return sizes
+    minutes = minutes or DEFAULT_MINUTES["cuda" if inputs.target.gpu else "cpu"]
+    return _fit_time(sizes, inputs, inputs.speed, 60 * minutes)
 
 
 def learning_rate(stage: str, parameters: int, adapters: str | None = None) -> str:
     """Return the peak learning rate for a model of this size, to one digit, as written in YAML."""
     base = BASE_LEARNING_RATES[stage] * (LEARNING_RATE_FACTOR if adapters else 1)
     exact = min(MAX_LEARNING_RATES[stage], base * (1e9 / parameters) ** LEARNING_RATE_EXPONENT)
-    return f"{exact:.0e}".replace("e-0", "e-")
+    return format_rate(exact)
 
 
-def _training(stage: str, inputs: SizingInputs, rows: int) -> Training:
+def _training(stage: str, inputs: SizingInputs, most_rows: int) -> Training:
     """Choose batches of 32 rows, or fewer for small data, and more epochs the fewer rows there are."""
-    count, eval_rows = inputs.rows[TRAIN_FILES[stage]], min(inputs.rows[f"{TRAIN_FILES[stage]}_eval"], MAX_EVAL_ROWS)
-    batch = 32 if count >= 5000 else 16 if count >= 300 else 8
-    batch = min(batch, 2 ** int(math.log2(max(1.0, count / 2))))  # a power of two up to half of the rows
-    epochs = 1 if count >= 10_000 else 2 if count >= 2000 else 3
+    file = TRAIN_FILES[stage]
+    count = inputs.rows[file]
+    half = 2 ** int(math.log2(max(1.0, count / 2)))  # a power of two up to half of the rows
+    batch = min(half, 32 if count >= 5000 else 16 if count >= 300 else 8)
+    steps_per_epoch = math.ceil(count / batch)
+
     if stage == "reward":  # reward models overfit early (InstructGPT, appendix C.2)
-        epochs = 1 if count >= 5000 else 2
-    steps_per_epoch, usual = math.ceil(count / batch), epochs
-    if stage == "sft":
+        usual = 1 if count >= 5000 else 2
+        epochs = usual
+    else:
+        usual = 1 if count >= 10_000 else 2 if count >= 2000 else 3
         epochs = max(usual, min(MAX_SFT_EPOCHS, math.ceil(TARGET_SFT_STEPS / steps_per_epoch)))
-    rows, steps = min(rows, batch), steps_per_epoch * epochs
-    peak = learning_rate(stage, inputs.parameters, inputs.placement.adapters)
-    return Training(peak, epochs, None, rows, batch // rows, steps, usual, eval_rows)
+
+    rows = min(most_rows, batch)
+    return Training(
+        learning_rate=learning_rate(stage, inputs.parameters, inputs.placement.adapters),
+        epochs=epochs,
+        max_steps=None,
+        rows=rows,
+        parts=batch // rows,
+        steps=steps_per_epoch * epochs,
+        usual=usual,
+        eval_rows=min(inputs.rows[f"{file}_eval"], MAX_EVAL_ROWS),
+    )
 
 
-def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Sizes:
-    """Reduce the sizes to the time budget, by the measured speed."""
-    if inputs.speed is None:
-        return sizes
-    limit = 60 * (minutes or DEFAULT_MINUTES["cuda" if inputs.target.gpu else "cpu"])
-    row_s = inputs.lengths.row_mean / inputs.speed.training
-    response_s = inputs.lengths.response_length / inputs.speed.generation  # a batch lasts until its last response ends
-    sft, sft_s = _fit_training_time(sizes.sft, row_s, TIME_SHARES["sft"] * limit)
-    reward, reward_s = _fit_training_time(sizes.reward, 2 * row_s, TIME_SHARES["reward"] * limit)
-    dpo_s = (1 + FORWARD_COST) * reward_s if "dpo" in (inputs.placement.rows or {}) else 0  # beyond the time limit
-    for epochs in PPO_EPOCHS:  # generation, four forward passes, and two models trained per epoch
-        episode_s = response_s + (4 * FORWARD_COST + 2 * epochs) * row_s
-        allowed = _whole_updates(int(TIME_SHARES["ppo"] * limit / episode_s))
+def _whole_updates(episodes: int) -> int:
+    return max(1, round(episodes / EPISODES_PER_UPDATE)) * EPISODES_PER_UPDATE
+
+
+# Time
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that one row takes in training, and one response in generation."""
+
+    row: float
+    response: float  # a batch lasts until its last response ends
+
+    def episode(self, epochs: int) -> float:
+        """Generation, four forward passes, and two models trained per epoch."""
+        return self.response + (4 * FORWARD_COST + 2 * epochs) * self.row
+
+    @property
+    def evaluated_prompt(self) -> float:
+        """The responses of two models in two modes, best-of-n and the snapshots."""
+        answers = 2 * 2 + EVAL_BEST_OF + SNAPSHOTS
+        return answers * (self.response + self.row)
+
+
+def _fit_time(sizes: Sizes, inputs: SizingInputs, speed: Speed, limit: float) -> Sizes:
+    """Reduce the sizes to `limit` seconds, by the measured speed."""
+    limits = inputs.limits
+    pace = Pace(row=limits.row_mean / speed.training, response=limits.response_length / speed.generation)
+
+    sft, sft_s = _fit_training_time(sizes.sft, pace.row, TIME_SHARES["sft"] * limit)
+    reward, reward_s = _fit_training_time(sizes.reward, 2 * pace.row, TIME_SHARES["reward"] * limit)
+
+    for epochs in PPO_EPOCHS:
+        allowed = _whole_updates(int(TIME_SHARES["ppo"] * limit / pace.episode(epochs)))
         if allowed >= min(sizes.total_episodes, MIN_UPDATES * EPISODES_PER_UPDATE):
             break
     episodes = max(MIN_STEPS * EPISODES_PER_UPDATE, min(sizes.total_episodes, allowed))
-    answers = 2 * 2 + EVAL_BEST_OF + SNAPSHOTS  # per prompt; two models in two modes
-    prompt_s = answers * (response_s + row_s)
-    eval_n = min(sizes.eval_n, max(MIN_EVAL_PROMPTS, _round_to_two_digits(int(0.1 * limit / prompt_s))))
-    total_s = sft_s + reward_s + dpo_s + episodes * episode_s + eval_n * prompt_s
-    note = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
+
+    allowed_prompts = _round_to_two_digits(int(TIME_SHARES["eval"] * limit / pace.evaluated_prompt))
+    eval_n = min(sizes.eval_n, max(MIN_EVAL_PROMPTS, allowed_prompts))
+
+    total = sft_s + reward_s
+    if "dpo" in (inputs.placement.rows or {}):  # beyond the time limit
+        total += (1 + FORWARD_COST) * reward_s
+    total += episodes * pace.episode(epochs)
+    total += eval_n * pace.evaluated_prompt
+    note = ""
+    if total > 1.5 * limit:
+        note = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
     return replace(
-        sizes, sft=sft, reward=reward, total_episodes=episodes, ppo_epochs=epochs, eval_n=eval_n,
-        minutes=max(1, math.ceil(total_s / 60)), note=note if total_s > 1.5 * limit else "",
-    )  # fmt: skip
+        sizes,
+        sft=sft,
+        reward=reward,
+        total_episodes=episodes,
+        ppo_epochs=epochs,
+        eval_n=eval_n,
+        minutes=max(1, math.ceil(total / 60)),
+        note=note,
+    )
 
 
 def _fit_training_time(training: Training, row_s: float, limit: float) -> tuple[Training, float]:
@@ -248,20 +329,19 @@ def _fit_training_time(training: Training, row_s: float, limit: float) -> tuple[
 
     `row_s` is the time of one row in training, in seconds.
     """
-    step_s, steps_per_epoch = training.rows * training.parts * row_s, training.steps / training.epochs
-    evaluations = math.ceil(min(training.steps, max(MIN_STEPS, limit / step_s)) / steps_per_epoch)
+    step_s = training.rows * training.parts * row_s
+    steps_per_epoch = training.steps / training.epochs
+    steps_without_eval = min(training.steps, max(MIN_STEPS, limit / step_s))
+    evaluations = math.ceil(steps_without_eval / steps_per_epoch)
     eval_s = evaluations * training.eval_rows * FORWARD_COST * row_s
-    steps = min(training.steps, max(MIN_STEPS, _round_to_two_digits(int((limit - eval_s) / step_s))))
+
+    allowed = _round_to_two_digits(int((limit - eval_s) / step_s))
+    steps = min(training.steps, max(MIN_STEPS, allowed))
     max_steps = steps if steps < training.steps else None
     return replace(training, max_steps=max_steps, steps=steps), steps * step_s + eval_s
 
 
-def _whole_updates(episodes: int) -> int:
-    return max(1, round(episodes / EPISODES_PER_UPDATE)) * EPISODES_PER_UPDATE
-
-
 def _round_to_two_digits(count: int) -> int:
     """Round down to two leading digits, since the time measurement is noisy."""
-    digits = max(0, len(str(count)) - 2)
-    unit = int(10**digits)
+    unit = int(10 ** max(0, len(str(count)) - 2))
     return count // unit * unit

@@ -17,12 +17,18 @@ def write_config(stage: str, file: Path, template: str, values: Mapping[str, Any
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    written = {
-        key: {name: to_yaml(each) for name, each in value.items()} if isinstance(value, dict) else value
-        for key, value in values.items()
-    }
+    written = dict(values)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            written[key] = {name: to_yaml(each) for name, each in value.items()}
+
     environment = Environment(loader=FileSystemLoader(configs_folder()), undefined=StrictUndefined, trim_blocks=True)
     text = align_comments(environment.get_template(template).render(written))
     schema = (run or file.parent) / json_schema.FOLDER / f"{stage}.json"
     file.write_text(json_schema.with_modeline(text, file, schema), encoding="utf-8")
     config.load(stage, file)
+
+
+def format_rate(rate: float) -> str:
+    """Format a learning rate to one digit, as it is written in YAML."""
+    return f"{rate:.0e}".replace("e-0", "e-")

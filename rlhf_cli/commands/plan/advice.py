@@ -1,6 +1,7 @@
 """Settings with which a stage fits that does not fit as it is: what costs least quality and time first."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.commands.plan.inputs import ModelResolver
@@ -11,20 +12,30 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.errors import RLHFError, shell_word
 from rlhf_cli.planning.estimate import Estimate, estimate_stage
-from rlhf_cli.planning.memory import Phase, overhead_bytes
+from rlhf_cli.planning.memory import Overhead, Phase, estimate_overhead
 from rlhf_cli.planning.placement import memory_savings
 
 MIN_SAVING = 0.01  # of the peak: a setting that saves less is left out
 FIXED_KINDS = ("weights", "gradients", "optimizer")
 
 
-def overhead_of(stage: Estimate, process: int) -> dict[str, int]:
+@dataclass(frozen=True)
+class Advice:
+    """A combination of settings, as --set takes them, and what the stage needs with them."""
+
+    set: str
+    memory_bytes: int
+    fits: bool | None
+
+
+def overhead_of(stage: Estimate, process: int) -> Overhead:
     """Return what the process of a stage takes beside its tensors; `process`: before it computes."""
-    tensors = stage.peak.total
-    return overhead_bytes(stage.config.stage, tensors, steps=stage.steps, gpu=stage.target.gpu, process=process)
+    return estimate_overhead(
+        stage.config.stage, stage.peak.total, steps=stage.steps, gpu=stage.target.gpu, process=process
+    )
 
 
-def fits(stage: Estimate, needed: int) -> bool | None:
+def verdict(stage: Estimate, needed: int) -> bool | None:
     """Return whether a stage fits its target; None if its optimizer may take less than the AdamW that was counted."""
     if needed <= stage.target.memory:
         return True
@@ -32,8 +43,8 @@ def fits(stage: Estimate, needed: int) -> bool | None:
     return False if optimizer.startswith(("adamw", "paged_adamw")) else None
 
 
-def advice(stage: Estimate, overrides: Sequence[str], chain: ModelResolver, process: int) -> list[dict[str, Any]]:
-    """Return {set, memory_bytes, fits}: combinations of settings, with adapters first and then without.
+def advise(stage: Estimate, overrides: Sequence[str], chain: ModelResolver, process: int) -> list[Advice]:
+    """Return combinations of settings that save memory, with adapters first and then without.
 
     Settings are added, one after the other if it saves memory, until the stage fits; if none fits, both go to the end.
     Rows are cut, which loses data, only if what is in memory beside their activations fits.
@@ -44,7 +55,7 @@ def advice(stage: Estimate, overrides: Sequence[str], chain: ModelResolver, proc
 
 def _combination(
     stage: Estimate, overrides: Sequence[str], chain: ModelResolver, process: int, *, adapters: bool
-) -> dict[str, Any] | None:
+) -> Advice | None:
     """Return the settings that save memory, with what the stage needs then; None if none saves any."""
     found = None
     chosen: list[str] = []
@@ -56,17 +67,17 @@ def _combination(
         kept = [text for text in chosen if _key(text) not in changed]
         try:
             config = load(stage.config.stage, stage.config.file, [*overrides, *kept, *changes])
-            smaller_chain = chain.with_adapters(config)
-            smaller = estimate_stage(config, smaller_chain.stage_inputs(config, None, stage.target), None, stage.target)
+            inputs = chain.with_adapters(config).stage_inputs(config, None, stage.target)
+            smaller = estimate_stage(config, inputs, None, stage.target)
         except RLHFError:  # a value that does not go with the others
             continue
 
         if smaller.peak.total < (1 - MIN_SAVING) * peak.total:
-            chosen, peak = [*kept, *changes], smaller.peak
-            needed = smaller.peak.total + sum(overhead_of(smaller, process).values())
-            verdict = fits(smaller, needed)
-            found = {"set": " ".join(map(shell_word, chosen)), "memory_bytes": needed, "fits": verdict}
-            if verdict:
+            chosen = [*kept, *changes]
+            peak = smaller.peak
+            needed = peak.total + overhead_of(smaller, process).total
+            found = Advice(" ".join(map(shell_word, chosen)), needed, verdict(smaller, needed))
+            if found.fits:
                 break
     return found
 
@@ -99,7 +110,7 @@ def _candidates(stage: Estimate, *, adapters: bool) -> Iterator[list[str]]:
 
 
 def _training_candidates(config: Any, settings: Any, *, adapters: bool) -> Iterator[list[str]]:
-    name, is_ppo = config.stage, isinstance(config, PPOConfig)
+    is_ppo = isinstance(config, PPOConfig)
     section = "models" if is_ppo else "model"
     has_adapters = getattr(config, section).adapters is not None
 
@@ -110,12 +121,13 @@ def _training_candidates(config: Any, settings: Any, *, adapters: bool) -> Itera
         for at_once in _halves(config.best_of.per_device_batch_size):
             yield [f"best_of.per_device_batch_size={at_once}"]
 
-    savings = [[f"{key}={to_yaml(value)}"] for key, value in memory_savings(name).values()]
+    savings = [[f"{key}={to_yaml(value)}"] for key, value in memory_savings(config.stage).values()]
     yield from savings[:1] if adapters or has_adapters else savings
+
     if is_ppo:
         for at_once in _halves(settings.local_rollout_forward_batch_size or settings.episodes_per_update):
             yield [f"ppo.local_rollout_forward_batch_size={at_once}"]
-    yield from _fewer_rows(name, settings)
+    yield from _fewer_rows(config.stage, settings)
     if is_ppo:
         yield ["ppo.logits_at_a_time=64"]
     if adapters:
@@ -123,17 +135,19 @@ def _training_candidates(config: Any, settings: Any, *, adapters: bool) -> Itera
 
     key = "response_length" if is_ppo else "max_length"
     length = getattr(settings, key)
-    for tokens in _halves(length)[:3] if isinstance(length, int) else ():
-        yield [f"{name}.{key}={tokens}"]
+    if isinstance(length, int):
+        for tokens in _halves(length)[:3]:
+            yield [f"{config.stage}.{key}={tokens}"]
 
 
 def _fewer_rows(stage: str, settings: Any) -> Iterator[list[str]]:
     """Yield fewer rows at a time, in batches of the same size."""
-    rows, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    rows = settings.per_device_train_batch_size
+    batch = rows * settings.gradient_accumulation_steps
     for fewer in _halves(rows):
         yield [
             f"{stage}.per_device_train_batch_size={fewer}",
-            f"{stage}.gradient_accumulation_steps={parts * rows // fewer}",
+            f"{stage}.gradient_accumulation_steps={batch // fewer}",
         ]
 
 

@@ -12,6 +12,7 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sft import SFTConfig
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.data import sources
 from rlhf_cli.planning.estimate import DataSize, steps_follow_rows
@@ -47,8 +48,10 @@ def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
         longest = stages.settings_of(config).max_length - 1
         lengths = Lengths(longest, 1) if isinstance(config, RewardConfig) else Lengths(1, longest)
 
-    key = "data.prompts" if isinstance(config, PPOConfig) else "data.train"
-    rows = sum(1 for _ in sources.raw_rows(config.sources()[key])) if steps_follow_rows(config) else 0
+    rows = 0
+    if steps_follow_rows(config):
+        key = "data.prompts" if isinstance(config, PPOConfig) else "data.train"
+        rows = _count_rows(config.sources()[key])
     # A conversation gives an example for each of its answers, and a part may be held out.
     return DataSize(lengths, "rows", rows, how="about" if isinstance(config, SFTConfig) else "at most")
 
@@ -68,21 +71,23 @@ def _measure_examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
         most = max((sum(row["completion_mask"]) for row in rows), default=1)
         counted = min(most, counted)
     mean = _mean_length(row["input_ids"] for row in rows)
-    return replace(_data_size(rows, Lengths(rows.longest - counted, counted, mean), "rows"), evaluated=evaluated)
+    size = _data_size(rows, Lengths(rows.longest - counted, counted, mean), "rows")
+    return replace(size, evaluated=evaluated)
 
 
 def _measure_pairs(config: RewardConfig | DPOConfig, tokenizer: Any, body: Any) -> DataSize:
     """Return the longest side of a pair; of DPO, as prompt and response, whose logits are computed."""
     pairs = training_rows.read_split(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
+    sides: list[int] = []
+    answers: list[int] = []
+    for side in PAIR_SIDES:
+        sides += [len(row[side]) for row in pairs]
+        answers += [len(row[side]) - len(row["prompt_ids"]) for row in pairs]
     prompts = [len(row["prompt_ids"]) for row in pairs]
-    chosen = [len(row["chosen_ids"]) for row in pairs]
-    sides = [len(row[side]) for side in PAIR_SIDES for row in pairs]
-
+    longest = max((len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in pairs), default=1)
     logits = 1  # of a row
     if isinstance(config, DPOConfig):
-        answers = [side - prompt for side, prompt in zip(sides, 2 * prompts, strict=True)]
         logits = min(max(answers, default=1), pairs.longest - 1)
-    longest = max((side - prompt for side, prompt in zip(chosen, prompts, strict=True)), default=1)
 
     size = _data_size(pairs, Lengths(pairs.longest - logits, logits, _mean(sides)), "pairs")
     return replace(size, evaluated=_count_evaluated(config), answers=Lengths(round(_mean(prompts)), longest))
@@ -106,7 +111,11 @@ def _count_evaluated(config: Config) -> int:
     if source is None:
         return 0
     share = source.share.fraction if source.share else 1
-    return round(share * sum(1 for _ in sources.raw_rows(source)))
+    return round(share * _count_rows(source))
+
+
+def _count_rows(source: DataSource) -> int:
+    return sum(1 for _ in sources.raw_rows(source))
 
 
 def _data_size(rows: data.Rows[Any], lengths: Lengths, unit: str) -> DataSize:

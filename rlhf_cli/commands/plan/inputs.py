@@ -1,5 +1,6 @@
 """What stages read, for their plan: models, tokenizers and data, of earlier stages that have yet to run, too."""
 
+import math
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from rlhf_cli.models.load import read_config
 from rlhf_cli.planning.estimate import DataSize, StageInputs
 from rlhf_cli.planning.target import Target
 from rlhf_cli.runs import resolve
+from rlhf_cli.runs.layout import MANIFEST
 from rlhf_cli.stages.common import model_loading, trainable_model
 from rlhf_cli.stages.eval import evaluation_inputs
 
@@ -49,7 +51,8 @@ class ModelResolver:
     """
 
     def __init__(self, configs: Sequence[Config], options: Options, prompt: int | None) -> None:
-        self.options, self.prompt = options, prompt
+        self.options = options
+        self.prompt = prompt
         self.writers = {config.folder: config for config in configs}
         self.specs: dict[Path, ModelSpec] = {}
         self.data_sizes: dict[Any, DataSize] = {}
@@ -86,19 +89,24 @@ class ModelResolver:
         (reference,) = (each for each in runs.references(config) if each.key == key)
         path = Path(reference.path)
         if path not in self.specs:
-            exists = path == config.folder or (path / "manifest.json").exists()  # its own folder is refused below
-            writer = None if exists else self._writer(path)
-            if writer is None:
-                parent = runs.open_reference(config, reference, hashed=False)
-                with at_location(config.where(key)):
-                    body = read_config(parent.model, self.options.trust_remote_code)
-                self.specs[path] = ModelSpec(body, model_loading.load_tokenizer(config, self.options, parent))
+            writer = None if path == config.folder else self._writer(path)  # its own folder is refused below
+            if writer:
+                start = "model.path" if isinstance(writer, TRLConfig) else "models.sft"
+                self.specs[path] = self.start(writer, start)
             else:
-                self.specs[path] = self.start(writer, "model.path" if isinstance(writer, TRLConfig) else "models.sft")
+                self.specs[path] = self._existing(config, reference)
         return self.specs[path]
 
+    def _existing(self, config: Config, reference: runs.Reference) -> ModelSpec:
+        parent = runs.open_reference(config, reference, hashed=False)
+        with at_location(config.where(reference.key)):
+            body = read_config(parent.model, self.options.trust_remote_code)
+        return ModelSpec(body, model_loading.load_tokenizer(config, self.options, parent))
+
     def _writer(self, folder: Path) -> Config | None:
-        """Return the config that writes a folder: one of the run's, or the one beside it."""
+        """Return the config that will write a folder, of the run or beside it; None if it is finished."""
+        if (folder / MANIFEST).exists():
+            return None
         beside = folder.parent / f"{folder.name}.yaml"
         if folder not in self.writers and folder.name in CONFIGS and beside.is_file():
             config = load(folder.name, beside)
@@ -145,8 +153,7 @@ class ModelResolver:
         return {each.key for each in others if self._is_adapter(config, each, references[0])}
 
     def _is_adapter(self, config: Config, reference: runs.Reference, sft: runs.Reference) -> bool:
-        path = Path(reference.path)
-        writer = None if (path / "manifest.json").exists() else self._writer(path)
+        writer = self._writer(Path(reference.path))
         if isinstance(writer, PPOConfig):
             return writer.models.adapters is not None and writer.models.sft == sft.path
         if isinstance(writer, TRLConfig):
@@ -155,26 +162,31 @@ class ModelResolver:
         if base is None:
             return False
         folder = Path(sft.path)
-        return base.path == (folder if folder.is_dir() else runs.open_reference(config, sft, hashed=False).path)
+        if not folder.is_dir():
+            folder = runs.open_reference(config, sft, hashed=False).path
+        return base.path == folder
 
     def trainer(self, config: EvalConfig) -> PPOConfig | None:
         """Return the config of the policy that is evaluated, if a stage of this package trains it."""
         folder = Path(config.models.ppo)
-        if (folder / "manifest.json").exists():
-            return load("ppo", folder / "config.yaml") if runs.read_manifest(folder)[0].stage != "dpo" else None
+        if (folder / MANIFEST).exists():
+            manifest, _ = runs.read_manifest(folder)
+            return None if manifest.stage == "dpo" else load("ppo", folder / "config.yaml")
         writer = self._writer(folder)
         return writer if isinstance(writer, PPOConfig) else None
 
     def _num_sampled(self, config: EvalConfig, prompts: int, target: Target) -> int:
         """Return the responses that each process samples in an evaluation."""
         settings = config.eval
-        policies = 2 + len(config.policies) + (1 if config.models.base else 0)
+        policies = 2 + len(config.policies)
+        if config.models.base:
+            policies += 1
         rounds = policies * len(settings.modes) + settings.draws + len(settings.interpolate)
         trainer = self.trainer(config) if settings.frontier else None
         if trainer:
             # Beside PPO's last policy; its best one may be evaluated too.
             rounds += max(0, trainer.output.snapshots - 1)
-        return -(-prompts // target.processes) * rounds
+        return math.ceil(prompts / target.processes) * rounds
 
     def data_size(self, config: Config, start: ModelSpec) -> DataSize:
         """Return the size of the stage's data. Raises RLHFError D01-D14, D16, C13, C17."""
@@ -199,9 +211,9 @@ class ModelResolver:
         if isinstance(config, SFTConfig) and config.best_of:
             return config.best_of.response_length
         if isinstance(config, EvalConfig):
-            trainer, policy = self.trainer(config), Path(config.models.ppo)
+            trainer = self.trainer(config)
             settings = trainer.ppo if trainer else None
-            return evaluation_inputs.sampling_params(config, settings, policy, None).response_length
+            return evaluation_inputs.sampling_params(config, settings, Path(config.models.ppo), None).response_length
         return 0
 
     def _mean_response(self, config: Config, limit: int) -> float:

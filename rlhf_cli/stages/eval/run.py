@@ -9,7 +9,8 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.evaluation.limit import build_limit
 from rlhf_cli.evaluation.responses import EvalResponses, sample_rows
 from rlhf_cli.evaluation.summary import build_report
-from rlhf_cli.runs.report import FILE_NAME, FrontierPoint, Report
+from rlhf_cli.runs.layout import REPORT
+from rlhf_cli.runs.report import FrontierPoint, Report
 from rlhf_cli.stages.common import lifecycle
 from rlhf_cli.stages.eval.evaluation_inputs import EvaluationInputs, load_inputs
 from rlhf_cli.stages.eval.policy_evaluator import evaluate_policies
@@ -51,7 +52,7 @@ def _write_report(
     samples = config.folder / "samples.jsonl"
     samples.unlink(missing_ok=True)  # of a killed process; a link may lead elsewhere
     jsonl.write_jsonl(samples, sample_rows(evaluated, inputs.columns))
-    runs.write_json(config.folder / FILE_NAME, report.to_json())
+    runs.write_json(config.folder / REPORT, report.to_json())
     track(config, report, evaluated, inputs.columns)  # last: a tracker's failure must not change the report
     return report
 

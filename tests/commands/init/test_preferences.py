@@ -14,7 +14,8 @@ from typer.testing import Result
 
 from rlhf_cli import config, jsonl, runs, terminal
 from rlhf_cli.commands.init import preferences, sizes
-from rlhf_cli.commands.init.pairs import measure_lengths, read_pairs
+from rlhf_cli.commands.init.limits import count_tokens
+from rlhf_cli.commands.init.pairs import read_pairs
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, Speed
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.sources import DataSource
@@ -317,7 +318,8 @@ def test_dropped_pairs_are_reported_before_anything_is_written(
     jsonl.write_jsonl(path, short + write_answers(path, "moon " * 125, 20, "Tell"))
     monkeypatch.setattr(preferences, "write_data", lambda *_: printed.append(capsys.readouterr().err))
     monkeypatch.setattr(preferences, "write_configs", lambda *_: None)
-    preferences.init(tmp_path / "run", data=str(path), base=str(world.base), minutes=1)
+    options = preferences.PreferencesOptions(data=str(path), base=str(world.base), minutes=1)
+    preferences.init(tmp_path / "run", options)
     assert "20 of 60 pairs (33 %) dropped: " in printed[0]
     assert "40 pairs used" in capsys.readouterr().out
 
@@ -334,7 +336,7 @@ def test_configs_for_real_dialogues_are_true(tmp_path: Path) -> None:
     text = (run / "ppo.yaml").read_text()
     ended = int(re.findall(r"response_length: 168 +# maximum tokens; (\d+) of 100", text)[0])
     prompts = {row["prompt"] for part in ("sft", "pairs", "prompts", "heldout") for row in rows(run, part)}
-    lengths = measure_lengths(tokenizer, [pair for pair in pairs if pair.prompt in prompts])
+    lengths = count_tokens(tokenizer, [pair for pair in pairs if pair.prompt in prompts])
     assert len(lengths) == 399 and abs(ended - 100 * sum(each.chosen <= 168 for each in lengths) / 399) <= 0.5
     terminal.reset()
     assert check_configs(run, [], Options(), deep=False, as_json=False, quiet=True) == 0

@@ -15,15 +15,8 @@ from run_cli import is_one_error, must_succeed, rlhf
 
 from rlhf_cli import jsonl
 from rlhf_cli.commands.init import sizes
-from rlhf_cli.commands.init.pairs import (
-    Length,
-    Lengths,
-    balance_lengths,
-    fit_lengths,
-    longer_share,
-    most_chosen,
-    split_pairs,
-)
+from rlhf_cli.commands.init.limits import TokenCounts, TokenLimits, fit_pairs
+from rlhf_cli.commands.init.parts import balance_lengths, longer_share, most_chosen, split_pairs
 from rlhf_cli.commands.init.sizes import (
     EPISODES_PER_UPDATE,
     SizingInputs,
@@ -105,9 +98,10 @@ def test_sft_learns_the_answers_that_were_chosen_most_often() -> None:
 # Token limits
 
 
-def fitted(lengths: list[tuple[int, int, int]], context: int | None) -> tuple[list[Pair], Lengths]:
+def fitted(lengths: list[tuple[int, int, int]], context: int | None) -> tuple[list[Pair], TokenLimits]:
     """Fit pairs with these token counts of prompt, chosen and rejected answer, each with another prompt."""
-    return fit_lengths([pair(f"prompt {i}") for i in range(len(lengths))], [Length(*each) for each in lengths], context)
+    pairs = [pair(f"prompt {i}") for i in range(len(lengths))]
+    return fit_pairs(pairs, [TokenCounts(*each) for each in lengths], context)
 
 
 def test_the_answer_length_is_chosen_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +176,7 @@ def test_a_fifth_of_the_pairs_and_twenty_prompts_must_fit_and_the_hint_names_pos
 
 INPUTS = SizingInputs(
     rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
-    lengths=Lengths(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0, prompt_max=56),
+    limits=TokenLimits(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0, prompt_max=56),
     parameters=600_000,
     placement=Placement(None, rows=MAX_ROWS, fullest="ppo", bytes=10**9),
     whole=None,
@@ -243,8 +237,8 @@ NEEDED: dict[tuple[Any, ...], int] = {}  # what MemoryPlanner.needed computed fo
 
 def planner(gib: float, **sizes: Any) -> MemoryPlanner:
     config = tiny.config("llama", **{"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, **sizes})
-    lengths = replace(INPUTS.lengths, max_length=152)
-    made = memory_planner(config, lengths, Target.of(str(gib), 1), baselines=True)
+    limits = replace(INPUTS.limits, max_length=152)
+    made = memory_planner(config, limits, Target.of(str(gib), 1), baselines=True)
     plain = made.needed
 
     def needed(stage: str, values: dict[str, Any], *, adapters: bool) -> int:
