@@ -87,13 +87,13 @@ class HFEngine:
         responses = torch.cat(ids_of_batches)
         ended = is_stop(responses, self.stop_token_id).any(1)
         response_mask = losses.response_mask(responses, self.stop_token_id)
+        responses = torch.where(response_mask, responses, self.pad_token_id)
         width = int(response_mask.sum(1).max())
-        responses = torch.where(response_mask, responses, self.pad_token_id)[:, :width]
-        response_mask = response_mask[:, :width]
+        device = responses.device
         return Rollout(
-            torch.cat([prompts.ids.to(responses.device), responses], 1),
-            torch.cat([prompts.mask.to(responses.device), response_mask], 1),
-            response_mask,
+            torch.cat([prompts.ids.to(device), responses[:, :width]], 1),
+            torch.cat([prompts.mask.to(device), response_mask[:, :width]], 1),
+            response_mask[:, :width],
             ended,
             logprobs=torch.cat(logprobs_of_batches)[:, :width],
         )
@@ -119,10 +119,11 @@ class HFEngine:
 
     def _generate_ids(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
         """Return response ids (b, response_length), padded after a row's stop token, and their log-probs."""
-        shape = len(prompts), prompts.response_length
+        shape = (len(prompts), prompts.response_length)
         responses = torch.full(shape, self.pad_token_id, device=self.model.device)
         logprobs = torch.zeros(shape, device=self.model.device)
-        for step, (rows, tokens, token_logprobs) in enumerate(self._decode_steps(prompts)):
+        for step, drawn in enumerate(self._decode_steps(prompts)):
+            rows, tokens, token_logprobs = drawn
             responses[rows, step] = tokens
             logprobs[rows, step] = token_logprobs
         return responses, logprobs
@@ -164,18 +165,20 @@ class HFEngine:
 
     def _prefill(self, prompts: Prompts) -> "_CachedDecoder | _WholeRowDecoder":
         """Return a decoder that has read the prompts, each of adjacent equal ones once."""
-        open_decoder = _CachedDecoder if uses_cache(self.model) else _WholeRowDecoder
-        start = int(prompts.mask.int().argmax(1).min())  # skip columns that are padding in all rows
-        ids = prompts.ids[:, start:].to(self.model.device)
-        mask = prompts.mask[:, start:].to(self.model.device)
+        model = self.model
+        open_decoder = _CachedDecoder if uses_cache(model) else _WholeRowDecoder
+        first_tokens = prompts.mask.int().argmax(1)
+        start = int(first_tokens.min())  # skip columns that are padding in all rows
+        ids = prompts.ids[:, start:].to(model.device)
+        mask = prompts.mask[:, start:].to(model.device)
         if not self.compact_batch:
-            return open_decoder(self.model, ids, mask, self._autocast)
+            return open_decoder(model, ids, mask, self._autocast)
 
         other_ids = (ids[1:] != ids[:-1]).any(1)  # than in the row before
         other_mask = (mask[1:] != mask[:-1]).any(1)
         is_new = torch.ones_like(mask[:, 0])
         is_new[1:] = other_ids | other_mask
-        decoder = open_decoder(self.model, ids[is_new], mask[is_new], self._autocast)
+        decoder = open_decoder(model, ids[is_new], mask[is_new], self._autocast)
         if not is_new.all():
             source_rows = is_new.cumsum(0) - 1
             decoder.select_rows(source_rows)
@@ -206,10 +209,12 @@ def uses_cache(model: Any) -> bool:
 
 def _cache_problem(model: Any) -> str | None:
     """Return how rows fail or differ with a cache, None if they are right. Raises M16 if they do without one, too."""
-    problem = row_trial.generation_problem(model, partial(_CachedDecoder, model, autocast=nullcontext))
+    with_cache = partial(_CachedDecoder, model, autocast=nullcontext)
+    problem = row_trial.generation_problem(model, with_cache)
     if problem is None:
         return None
-    worse = row_trial.generation_problem(model, partial(_WholeRowDecoder, model, autocast=nullcontext))
+    without_cache = partial(_WholeRowDecoder, model, autocast=nullcontext)
+    worse = row_trial.generation_problem(model, without_cache)
     if worse:
         raise row_trial.refusal(model, f"token by token, {worse}")
     return problem
@@ -223,7 +228,8 @@ class AutocastMixin:
         device = key_states.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+            key_states = key_states.to(dtype)
+            value_states = value_states.to(dtype)
         return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -264,8 +270,10 @@ class _CachedDecoder:
         inputs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True}
         if self.accepts_position_ids:
             inputs["position_ids"] = positions
-        if self.cache_name == "past_key_values" or ids.shape == self.mask.shape:  # Mamba masks the tokens of this call
+        is_prompt = ids.shape == self.mask.shape
+        if is_prompt or self.cache_name == "past_key_values":  # Mamba masks the tokens of this call
             inputs["attention_mask"] = self.mask
+
         with self.autocast(), forward.float32_logits(self.model):  # a streaming caller's code runs between two tokens
             output = self.model(input_ids=ids, logits_to_keep=1, **inputs)
             self.logits = output.logits[:, -1].float()

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -67,7 +67,8 @@ class VLLMClient:
                 requests = []
                 for body in bodies:
                     data = None if body is None else json.dumps(body).encode()
-                    requests.append(self.client.request(connections, self.url + path, data))
+                    request = self.client.request(connections, self.url + path, data)
+                    requests.append(request)
                 return await asyncio.gather(*requests)
 
         try:
@@ -82,30 +83,26 @@ class VLLMClient:
 
     def wait(self, seconds: float) -> None:
         """Wait until the server answers. Raises RLHFError R20 after `seconds`."""
-        patient = self.client
+        probe = replace(self, client=HTTPClient(HEALTH_TIMEOUT_S, 0))
         end = time.monotonic() + seconds
-        try:
-            self.client = HTTPClient(HEALTH_TIMEOUT_S, 0)
-            while True:
-                try:
-                    self.call("/health")
-                    return
-                except ServerLostError as lost:
-                    if time.monotonic() >= end:
-                        raise self.error(str(lost)) from None
-                time.sleep(HEALTH_INTERVAL_S)
-        finally:
-            self.client = patient
+        while True:
+            try:
+                probe.call("/health")
+                return
+            except ServerLostError as lost:
+                if time.monotonic() >= end:
+                    raise self.error(str(lost)) from None
+            time.sleep(HEALTH_INTERVAL_S)
 
     def read_models(self, needed_tokens: int) -> None:
         """Read what the server serves. Raises RLHFError R20 if its rows are shorter than `needed_tokens`."""
         models = self.call("/v1/models").get("data") or []
-        base = next((model for model in models if not model.get("parent")), None)
-        if base is None:
+        bases = [model for model in models if not model.get("parent")]
+        if not bases:
             raise self.error("/v1/models names no model: is it a vLLM server?")
-        self.served = base["id"]
+        self.served = bases[0]["id"]
         self.loaded = [model["id"] for model in models if model.get("parent")]
-        limit = base.get("max_model_len") or needed_tokens
+        limit = bases[0].get("max_model_len") or needed_tokens
         if limit < needed_tokens:
             text = f"serves rows of {limit} tokens; prompt and response have up to {needed_tokens}"
             raise self.error(text, hint=f"start it with --max-model-len {needed_tokens}")
@@ -145,11 +142,16 @@ class VLLMClient:
 
     def complete(self, name: str, rows: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[Any]:
         """Return the choice of each row of ids, which the server continues by its `options`."""
-        shared = {"model": name, "return_token_ids": True, "logprobs": 0, **PLAIN_SAMPLING}
-        bodies = [{**shared, "prompt": ids, **option} for ids, option in zip(rows, options, strict=True)]
+        bodies = []
+        for ids, option in zip(rows, options, strict=True):
+            body = {"model": name, "return_token_ids": True, "logprobs": 0, **PLAIN_SAMPLING, "prompt": ids, **option}
+            bodies.append(body)
+        answers = self.call_all("/v1/completions", bodies)
+
         choices = []
-        for ids, answer in zip(rows, self.call_all("/v1/completions", bodies), strict=True):
-            choice = (answer.get("choices") or [{}])[0]
+        for ids, answer in zip(rows, answers, strict=True):
+            answered = answer.get("choices") or [{}]
+            choice = answered[0]
             read = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
             if read != ids:
                 raise self.error(f"read other tokens than the prompt's: {str(read)[:80]}")
@@ -289,11 +291,15 @@ class VLLMEngine:
         """
         rollout = self._draw(name, self.probe)
         assert rollout.logprobs is not None
-        lengths = rollout.response_lengths.tolist()
-        theirs = [row[:length] for row, length in zip(rollout.logprobs, lengths, strict=True)]
         on_device = rollout.to(model.device)
-        ours = [self._logprobs(model, on_device, row) for row in range(len(rollout))]
-        drawn = [Drawn(rollout.response_tokens(row), each.logprobs) for row, each in enumerate(ours)]
+        theirs = []
+        ours = []
+        drawn = []
+        for row, length in enumerate(rollout.response_lengths.tolist()):
+            own = self._logprobs(model, on_device, row)
+            theirs.append(rollout.logprobs[row, :length])
+            ours.append(own)
+            drawn.append(Drawn(rollout.response_tokens(row), own.logprobs))
         if self.before and _has_old_weights(theirs, drawn, self.before):
             raise self._error("still has the weights of the sync before: those of the last update did not arrive")
 
@@ -325,42 +331,45 @@ class VLLMEngine:
         rows = torch.tensor([row], device=rollout.ids.device)
         micro_batch = rollout.micro_batch(rows)
         with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            logits = forward.response_logits(model, micro_batch)
+            logits = forward.response_logits(model, micro_batch)  # (N, V)
         log_p = (logits.float() / self.temperature).log_softmax(-1)
-        of_tokens = log_p.gather(1, micro_batch.response_ids[:, None])[:, 0]
+        logprobs = log_p.gather(1, micro_batch.response_ids[:, None])[:, 0]
 
         p = log_p.exp()
         entropy = -(p * log_p).sum(-1)
-        variance = (p * log_p.square()).sum(-1) - entropy.square()
-        return RowLogprobs(of_tokens.cpu(), entropy.cpu(), variance.cpu())
+        mean_square = (p * log_p.square()).sum(-1)
+        variance = mean_square - entropy.square()
+        return RowLogprobs(logprobs.cpu(), entropy.cpu(), variance.cpu())
 
     def _draw(self, name: str, prompts: Prompts) -> Rollout:
         """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""
         prompt_ids = prompts.ids.cpu()
         prompt_mask = prompts.mask.cpu()
+        limit = prompts.response_length
         rows = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
-        shared = {
+        sampling = {
             "temperature": self.temperature,
-            "max_tokens": prompts.response_length,
+            "max_tokens": limit,
             "stop_token_ids": list(stop_ids(self.stop_token_id)),
         }
-        choices = self.server.complete(name, rows, [{**shared, "seed": seed} for seed in prompts.seeds])
+        choices = self.server.complete(name, rows, [{**sampling, "seed": seed} for seed in prompts.seeds])
 
         tokens: list[list[int]] = []
         values: list[float] = []
         for choice in choices:
-            row_tokens, row_values = self._read(choice, prompts.response_length)
+            row_tokens, row_values = self._read(choice, limit)
             tokens.append(row_tokens)
             values += row_values
+
         responses, response_mask = right_pad(tokens, self.pad_token_id)
         logprobs = torch.zeros(response_mask.shape)
         logprobs[response_mask] = torch.tensor(values)
-        ended = (is_stop(responses, self.stop_token_id) & response_mask).any(1)
+        stopped = is_stop(responses, self.stop_token_id) & response_mask
         return Rollout(
             torch.cat([prompt_ids, responses], 1),
             torch.cat([prompt_mask, response_mask], 1),
             response_mask,
-            ended,
+            stopped.any(1),
             logprobs=logprobs,
         )
 
@@ -368,16 +377,15 @@ class VLLMEngine:
         """Return a choice's tokens, through its stop token, and their log-probs."""
         ids = choice.get("token_ids")
         values = (choice.get("logprobs") or {}).get("token_logprobs")
-        problem = "gives no token ids with their log-probs (return_token_ids, logprobs)"
-        if not isinstance(ids, list) or not isinstance(values, list):
-            raise self.server.error(problem)
-        if not ids or len(ids) != len(values):
-            raise self.server.error(problem)
+        if not isinstance(ids, list) or not isinstance(values, list) or not ids or len(ids) != len(values):
+            raise self.server.error("gives no token ids with their log-probs (return_token_ids, logprobs)")
 
-        stopped = [token in stop_ids(self.stop_token_id) for token in ids]
-        is_complete = stopped[-1] or len(ids) == limit
-        if any(stopped[:-1]) or not is_complete or len(ids) > limit:
-            raise self.server.error(f"ended a response after {len(ids)} of {limit} tokens with token {ids[-1]}")
+        length = len(ids)
+        stops = stop_ids(self.stop_token_id)
+        goes_on = any(token in stops for token in ids[:-1])
+        is_complete = ids[-1] in stops or length == limit
+        if goes_on or not is_complete or length > limit:
+            raise self.server.error(f"ended a response after {length} of {limit} tokens with token {ids[-1]}")
         if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
             raise self.server.error("gave a log-prob that is not finite")
         return ids, values
