@@ -52,7 +52,7 @@ def right_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tens
     ids = torch.full(shape, pad)
     mask = torch.zeros(shape, dtype=torch.bool)
     for row, length in enumerate(lengths):
-        ids[row, :length] = torch.tensor(rows[row])
+        ids[row, :length] = torch.as_tensor(rows[row])
         mask[row, :length] = True
     return ids, mask
 
