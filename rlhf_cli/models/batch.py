@@ -39,27 +39,39 @@ def is_stop(ids: Tensor, stop_token_id: StopTokenId) -> Tensor:
     return found
 
 
+def slices(length: int, size: int) -> list[slice]:
+    """Return consecutive slices of `size` items, the last one perhaps shorter, that cover `length` items."""
+    return [slice(start, start + size) for start in range(0, length, size)]
+
+
 def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Pad ragged rows on the left; return ids (B, W) int64 and mask (B, W) bool."""
-    ids, mask = right_pad([row[::-1] for row in rows], pad)
+    reversed_rows = [row[::-1] for row in rows]
+    ids, mask = right_pad(reversed_rows, pad)
     return ids.flip(1), mask.flip(1)
 
 
 def right_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Pad ragged rows on the right; return ids (B, W) int64 and mask (B, W) bool."""
-    lengths = [len(row) for row in rows]
-    shape = (len(rows), max(lengths, default=0))
-    ids = torch.full(shape, pad)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        ids[row, :length] = torch.as_tensor(rows[row])
-        mask[row, :length] = True
+    width = max(map(len, rows), default=0)
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        length = len(row)
+        ids[number, :length] = torch.as_tensor(row)
+        mask[number, :length] = True
     return ids, mask
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts for a rollout engine to continue."""
+    """Prompts for a rollout engine to continue.
+
+    The prompts 5 6 and 7, padded with 0 to P = 2:
+
+        ids   [[5, 6], [0, 7]]
+        mask  [[T, T], [F, T]]
+    """
 
     ids: Tensor  # (B, P) int64, left-padded
     mask: Tensor  # (B, P) bool
@@ -114,7 +126,17 @@ def _check_records(rows: "Prompts | Rollout") -> None:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of a rollout without left padding, and the positions whose logits predict the response tokens."""
+    """Rows of a rollout without left padding, and the positions whose logits predict the response tokens.
+
+    Both rows of the example at `Rollout`, with N = 3 response tokens; the logits at column 1 of row 0 predict its 8:
+
+        ids             [[5, 6, 8, 2], [7, 2, 0, 0]]
+        lengths         [4, 2]
+        row_index       [0, 0, 1]
+        logit_position  [1, 2, 0]
+        token_index     [0, 1, 0]
+        response_ids    [8, 2, 2]
+    """
 
     rows: Tensor  # (n,) int64: rows of the rollout
     ids: Tensor  # (n, L) int64, right-padded: causal attention keeps padding away from real tokens
@@ -132,7 +154,15 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Prompts with their responses."""
+    """Prompts with their responses.
+
+    The prompts 5 6 and 7, the responses 8 2 and 2, where 2 is the stop token and 0 the padding; P = R = 2:
+
+        ids            [[5, 6, 8, 2], [0, 7, 2, 0]]
+        mask           [[T, T, T, T], [F, T, T, F]]
+        response_mask  [[T, T], [T, F]]
+        ended          [T, T]
+    """
 
     ids: Tensor  # (B, P+R) int64: prompts left-padded, responses right-padded
     mask: Tensor  # (B, P+R) bool: real tokens, contiguous in each row
@@ -199,10 +229,12 @@ class Rollout:
         """Concatenate the rows of rollouts whose prompts have the same width."""
         width = max(part.response_mask.shape[1] for part in parts)
         wide = [part._widened(width - part.response_mask.shape[1]) for part in parts]
+        records = tuple(chain.from_iterable(part.records for part in parts))
+
         tensors: dict[str, Any] = {}
         for name in wide[0]._tensors:
-            tensors[name] = torch.cat([getattr(part, name) for part in wide])
-        records = tuple(chain.from_iterable(part.records for part in parts))
+            of_parts = [getattr(part, name) for part in wide]
+            tensors[name] = torch.cat(of_parts)
         return cls(**tensors, records=records)
 
     def _widened(self, columns: int) -> "Rollout":
@@ -288,12 +320,14 @@ class Rollout:
     @cached_property
     def repetition(self) -> Tensor:
         """Share of each response's 3-grams that are repeats, (B,) float32; 0 below three tokens."""
-        shares = []
         responses = self.ids[:, self.prompt_width :].tolist()
-        for ids, length in zip(responses, self.response_lengths.tolist(), strict=True):
+        lengths = self.response_lengths.tolist()
+        shares = []
+        for ids, length in zip(responses, lengths, strict=True):
             tokens = ids[:length]
             trigrams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
-            shares.append(1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0)
+            different = len(set(trigrams))
+            shares.append(1 - different / len(trigrams) if trigrams else 0.0)
         return torch.tensor(shares)
 
     def prompt_tokens(self, row: int) -> list[int]:
@@ -373,7 +407,14 @@ def split_into_micro_batches(
 
 @dataclass(frozen=True)
 class EnsembleScores:
-    """Scores of each response by the members of an ensemble."""
+    """Scores of each response by the members of an ensemble.
+
+    Of two responses, combined by the mean:
+
+        members       {"a": [1, 4], "b": [3, 4]}
+        score         [2, 4]
+        disagreement  [1, 0]
+    """
 
     score: Tensor  # (B,) float32: the members' scores combined
     members: dict[str, Tensor]  # (B,) float32 each

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, packing
-from rlhf_cli.models.batch import MicroBatch, Rollout, split_into_micro_batches
+from rlhf_cli.models.batch import MicroBatch, Rollout, slices, split_into_micro_batches
 from rlhf_cli.progress import track_progress
 
 MAX_LOGITS = 2**27  # in a chunk of `logit_chunks`
@@ -99,7 +99,7 @@ def logit_chunk_size(vocabulary: int) -> int:
 def logit_chunks(model: Any, num_tokens: int) -> list[slice]:
     """Return slices of tokens whose logits (tokens, V) are computed together: all, unless they are very many."""
     size = logit_chunk_size(model.config.get_text_config().vocab_size)
-    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+    return slices(num_tokens, size)
 
 
 def _head_scores(model: Any, hidden: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf_cli.models import build
+from rlhf_cli.models import build, devices
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 
 ATTN_IMPLEMENTATION = "sdpa_by_row"  # of packed models
@@ -275,7 +275,7 @@ def _trial(model: Any) -> Tensor:
     columns = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3], device=device)
     ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
     stored_for_autocast = any(weight.dtype == torch.bfloat16 for weight in model.parameters())  # lora.autocast_matrices
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=stored_for_autocast):
+    with devices.autocast(bf16=stored_for_autocast, on=device):
         return hidden_states_at(build.backbone(model), ids.reshape(3, 5), lengths, row=rows, column=columns)
 
 

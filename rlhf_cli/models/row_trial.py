@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlhf_cli import system
 from rlhf_cli.errors import RLHFError, short_reason
-from rlhf_cli.models import build, forward, load, packing
+from rlhf_cli.models import build, devices, forward, load, packing
 from rlhf_cli.models.batch import left_pad, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 
@@ -118,7 +118,7 @@ def _problem(model: Any, row: Sequence[int], start: int, compute: Callable[[], T
     weights = {weight.dtype for weight in model.parameters()}
     exact = weights <= {torch.float32, torch.float64} and model.config._attn_implementation in FLOAT32_ATTENTION
     try:
-        with _evaluation(model), torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=not exact):
+        with _evaluation(model), devices.autocast(bf16=not exact, on=model.device):
             outputs = compute().float()
             alone = _alone(model, row)
     except Exception as error:  # each family fails in its own way

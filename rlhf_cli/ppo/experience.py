@@ -202,7 +202,13 @@ def estimate_advantages(
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Training targets of the N response tokens of a micro-batch, each (N,)."""
+    """Training targets of the N response tokens of a micro-batch, each (N,).
+
+    Of the example at `Experience`, whose three response tokens are 8, 2 and 2:
+
+        ids         [8, 2, 2]
+        advantages  [0.94, 0.96, -1.05]
+    """
 
     ids: Tensor  # int64
     logprobs: Tensor
@@ -230,7 +236,15 @@ def _part(tensor: Tensor | None, index: slice | tuple[Tensor, Tensor]) -> Tensor
 
 @dataclass(frozen=True)
 class Experience:
-    """Everything an update needs, computed before it starts; 0 outside the response mask."""
+    """Everything an update needs, computed before it starts; 0 outside the response mask.
+
+    Of the example at `Rollout`, with kl_coef 0.1, values of 0, gamma 1 and lam 1, and no whitening:
+
+        scores      [1, -1]
+        kl          [[0.2, 0.4], [0.5, 0]]
+        rewards     [[-0.02, 0.96], [-1.05, 0]]
+        advantages  [[0.94, 0.96], [-1.05, 0]]
+    """
 
     rollout: Rollout
     minibatches: tuple[MinibatchRows, ...]  # of the first epoch: the log-probs below come from the same micro-batches

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.config.ppo import PPOSettings
-from rlhf_cli.models import compiled, forward, packing
-from rlhf_cli.models.batch import MicroBatch
+from rlhf_cli.models import compiled, devices, forward, packing
+from rlhf_cli.models.batch import MicroBatch, slices
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import losses, monitor
 from rlhf_cli.ppo.experience import Stats, TokenBatch
@@ -354,7 +354,7 @@ class ModelRunner:
         vocab_size = self.policy.config.get_text_config().vocab_size
         on_cpu = self.policy.device.type == "cpu"
         size = logits_chunk_size(self.settings, vocab_size, on_cpu=on_cpu) or num_tokens
-        return [slice(start, start + size) for start in range(0, num_tokens, size)]
+        return slices(num_tokens, size)
 
     @contextmanager
     def scoring_context(self) -> Iterator[None]:
@@ -374,7 +374,7 @@ class ModelRunner:
         return forward.in_place_embedding_gradients(*self.trained_backbones)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=bool(self.settings.bf16))
+        return devices.autocast(bf16=self.settings.bf16, on=self.policy.device)
 
 
 def _concat(chunks: list[dict[str, Tensor]]) -> dict[str, Tensor]:

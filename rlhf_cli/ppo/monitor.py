@@ -30,11 +30,10 @@ class NonFiniteError(RLHFError):
 
     def __init__(self, step: int, name: str, row: int | None) -> None:
         position = "" if row is None else f" in row {row}"
-        text = f"step {step}: {name} is not finite{position}; training stops here"
         hint = "look at the reward of that row" if "score" in name else "lower ppo.learning_rate"
-        super().__init__("R01", text, hint=hint)
+        super().__init__("R01", f"step {step}: {name} is not finite{position}; training stops here", hint=hint)
         self.row = row
-        self.args = step, name, row  # by which the processes of a group exchange it
+        self.args = (step, name, row)  # by which the processes of a group exchange it
 
 
 def check_finite(name: str, tensor: Tensor, step: int) -> None:
@@ -67,8 +66,8 @@ def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFini
     if not bad.any():
         return None
     token = bad.nonzero()[0, 0]
-    row = micro_batch.rows[micro_batch.row_index[token]]
-    return NonFiniteError(step, "loss", int(row))
+    row_index = micro_batch.row_index[token]
+    return NonFiniteError(step, "loss", int(micro_batch.rows[row_index]))
 
 
 class StopTraining(RLHFError):
@@ -80,8 +79,9 @@ class StopTraining(RLHFError):
 
 
 def _length_changed(now: float, first: float, limit: float, error: float) -> bool:
-    is_usual = first / limit <= now <= first * limit
-    return not is_usual and abs(now - first) > NOISE_SE * error
+    if first / limit <= now <= first * limit:
+        return False
+    return abs(now - first) > NOISE_SE * error
 
 
 # (reading, reference, limit, standard error of their difference) -> True if the reading is beyond its limit.

@@ -71,7 +71,9 @@ class ShardedAdamW(torch.optim.AdamW):
         for group in groups:
             sharded = [weight for weight in group["params"] if is_sharded_tensor(weight)]
             whole = [weight for weight in group["params"] if not is_sharded_tensor(weight)]
-            self.param_groups += [{**group, "params": params} for params in (sharded, whole) if params]
+            for weights in (sharded, whole):
+                if weights:
+                    self.param_groups.append({**group, "params": weights})
         try:
             return super().step(closure)
         finally:
@@ -103,8 +105,10 @@ def adamw_8bit(groups: list[dict[str, Any]], models: Iterable[nn.Module], **opti
         """An override, because bitsandbytes registers exceptions by id for the whole process."""
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            override = {"optim_bits": 32} if group["params"][pindex] in embeddings else {}
-            return {**super().get_config(gindex, pindex, group), **override}
+            config: dict[str, Any] = super().get_config(gindex, pindex, group)
+            if group["params"][pindex] in embeddings:
+                config = {**config, "optim_bits": 32}
+            return config
 
     return AdamW8bit(groups, **options)
 
@@ -150,8 +154,11 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
-        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self.values: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, nn.Parameter] = {}
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                self.weights[name] = weight
         self.load_state_dict(self.weights)
 
     def update(self) -> None:

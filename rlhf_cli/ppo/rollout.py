@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from rlhf_cli import terminal
 from rlhf_cli.models import build, devices, forward, packing, row_trial
-from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop
+from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop, slices
 from rlhf_cli.models.compiled import compiled
 from rlhf_cli.ppo import losses
 from rlhf_cli.progress import track_progress
@@ -74,8 +74,7 @@ class HFEngine:
     def generate(self, prompts: Prompts) -> Rollout:
         """Generate a response to each prompt."""
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
-        size = self.batch_size or len(prompts)
-        batches = [slice(start, start + size) for start in range(0, len(prompts), size)]
+        batches = slices(len(prompts), self.batch_size or len(prompts))
         ids_of_batches = []
         logprobs_of_batches = []
         with self._autocast(), forward.float32_logits(self.model):  # around all tokens: they keep copies of the weights
@@ -115,7 +114,7 @@ class HFEngine:
             yield int(tokens)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=bool(self.bf16))
+        return devices.autocast(bf16=self.bf16, on=self.model.device)
 
     def _generate_ids(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
         """Return response ids (b, response_length), padded after a row's stop token, and their log-probs."""
@@ -131,31 +130,32 @@ class HFEngine:
     def _decode_steps(self, prompts: Prompts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield for each step the unfinished rows (n,) of `prompts`, next tokens (n,) and their log-probs (n,)."""
         device = self.model.device
-        batch_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `prompts`
-        unfinished = torch.ones_like(batch_rows, dtype=torch.bool)
+        num_steps = prompts.response_length
+        rows = torch.arange(len(prompts), device=device)  # of `prompts`, for each row of the batch
+        unfinished = torch.ones_like(rows, dtype=torch.bool)
 
         decoder = self._prefill(prompts)
         keys = row_keys(prompts.seeds, device)
         counters = token_counters(decoder.logits.shape[1], device)
         number = torch.zeros(1, dtype=torch.int32, device=device)  # `step`, where a compiled function can read it
 
-        for step in track_progress("rollout: token", range(prompts.response_length)):
+        for step in track_progress("rollout: token", range(num_steps)):
             tokens, logprobs = self._sample(decoder.logits, keys, number, counters)
             number += 1
-            yield batch_rows[unfinished], tokens[unfinished], logprobs[unfinished]
+            yield rows[unfinished], tokens[unfinished], logprobs[unfinished]
 
             if self.stop_token_id is not None:
                 unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
-            if not unfinished.any() or step + 1 == prompts.response_length:
+            if not unfinished.any() or step + 1 == num_steps:
                 break
 
             if self.compact_batch and unfinished.sum() <= 0.8 * len(unfinished):  # rarely: copies the cache
-                rows = unfinished.nonzero()[:, 0]
-                decoder.select_rows(rows)
-                batch_rows = batch_rows[rows]
-                tokens = tokens[rows]
-                unfinished = unfinished[rows]
-                keys = keys[rows]
+                kept = unfinished.nonzero()[:, 0]
+                decoder.select_rows(kept)
+                rows = rows[kept]
+                tokens = tokens[kept]
+                unfinished = unfinished[kept]
+                keys = keys[kept]
             decoder.append(tokens)
 
     def _sample(self, logits: Tensor, keys: Tensor, step: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,12 +244,13 @@ class _CachedDecoder:
 
     def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Autocast):
         self.model = model
-        self.mask = mask.long()
         self.autocast = autocast
-        self.cache = _AutocastCache(config=model.config)
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-        self.accepts_position_ids = accepts_position_ids(model)
+        self.accepts_position_ids = "position_ids" in parameters
+
+        self.cache = _AutocastCache(config=model.config)
+        self.mask = mask.long()
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)
         self._forward(ids, positions)
 
@@ -267,6 +268,7 @@ class _CachedDecoder:
         self.mask = self.mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
+        """Compute the logits behind `ids` (b, n) at `positions` (b, n)."""
         inputs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True}
         if self.accepts_position_ids:
             inputs["position_ids"] = positions
@@ -289,8 +291,8 @@ class _WholeRowDecoder:
         self.autocast = autocast
         self.lengths = mask.sum(1)
         width = ids.shape[1]
-        padding = width - self.lengths
-        columns = torch.arange(width, device=ids.device) + padding[:, None]
+        first = width - self.lengths  # (b,): column of a row's first token
+        columns = torch.arange(width, device=ids.device) + first[:, None]
         self.ids = ids.gather(1, columns % width)  # padded on the right
         self._forward()
 
@@ -309,10 +311,12 @@ class _WholeRowDecoder:
         self.lengths = self.lengths[rows]
 
     def _forward(self) -> None:
+        """Compute the logits behind the last token of each row."""
         rows = torch.arange(len(self.ids), device=self.ids.device)
+        last = self.lengths - 1
         decoder = build.decoder(self.model)
         with self.autocast():
-            hidden = packing.hidden_states_at(decoder, self.ids, self.lengths, rows, self.lengths - 1)
+            hidden = packing.hidden_states_at(decoder, self.ids, self.lengths, row=rows, column=last)
             self.logits = forward.lm_head_logits(self.model, hidden).float()
 
 

@@ -19,7 +19,7 @@ from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, forward, lora, sharding
 from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, split_into_micro_batches
-from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, ReplicatedModels, ShardedModels
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import losses, monitor
 from rlhf_cli.ppo.experience import (
     Experience,
@@ -36,11 +36,11 @@ from rlhf_cli.ppo.experience import (
 )
 from rlhf_cli.ppo.forward_backward import (
     MinibatchStats,
-    ModelRunner,
     max_micro_batch_tokens,
     mean_over_steps,
     sum_metrics,
 )
+from rlhf_cli.ppo.model_setup import prepare_models
 from rlhf_cli.ppo.optimizer import WeightAverage, build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.progress import says_if_slow, track_progress
@@ -108,60 +108,16 @@ class PPOTrainer:
         for model in self.trained_models.values():
             _train_something(model)
         self._frozen_keys = {name: lora.frozen_state_keys(model) for name, model in self.trained_models.items()}
-        self._place_models()
+        self.model_runner, self.parallel = prepare_models(policy, self.ref, value, self.settings, process_group)
 
-        num_updates = num_updates or settings.num_updates()
         self.optimizer = optimizer or build_optimizer(self.trained_models, self.settings)
-        self.scheduler = scheduler or build_scheduler(self.optimizer, self.settings, num_updates)
+        if scheduler is None:
+            scheduler = build_scheduler(self.optimizer, self.settings, num_updates or settings.num_updates())
+        self.scheduler = scheduler
         self.average = WeightAverage(policy, settings.average) if settings.average else None
         self.updates = 0
         self.kl_coef = settings.kl_coef
         self.score_moments = RunningMeanStd()
-
-    def _place_models(self) -> None:
-        """Prepare the models to run: dropout, shared layers, packing, then placement and checkpointing."""
-        settings = self.settings
-        for model in (*self.trained_models.values(), self.ref):
-            forward.disable_dropout(model)
-        if settings.num_shared_layers:
-            sharding.share_layers(self.policy, self.ref, settings.num_shared_layers)
-
-        shards = bool(settings.fsdp) and self.process_group.world_size > 1
-        loading = self.process_group if shards else SINGLE_PROCESS
-        runner = ModelRunner(self.policy, self.ref, self.value, settings, loading)
-        self.model_runner = runner
-        self._store_ref(shards)
-        self.parallel = self._parallel_models(shards)
-        if runner.has_value_head:
-            if shards:
-                sharding.broadcast_weights(self.value, self.policy.device)
-            self.value.to(self.policy.device)  # to which sharding has moved the policy
-
-        if settings.gradient_checkpointing:
-            for model in runner.trained_backbones:
-                forward.enable_gradient_checkpointing(model)
-
-    def _store_ref(self, shards: bool) -> None:
-        """Store the reference's matrices in bfloat16 if possible, and its weights in main memory with offload."""
-        settings = self.settings
-        fsdp_shards_ref = settings.fsdp and not settings.offload  # it shards weights of one dtype
-        if settings.bf16 and not settings.num_shared_layers and not fsdp_shards_ref:
-            lora.autocast_matrices(self.ref)
-        if settings.offload:
-            if shards:
-                sharding.broadcast_weights(self.ref, CPU)
-            sharding.offload_to_cpu(self.ref)
-
-    def _parallel_models(self, shards: bool) -> ReplicatedModels:
-        """Shard the models over the processes, if `shards`; an offloaded reference stays whole."""
-        if not shards:
-            return ReplicatedModels(self.process_group)
-        return ShardedModels(
-            self.process_group,
-            trained=self.model_runner.trained_backbones,
-            frozen=[] if self.settings.offload else [self.ref],
-            hybrid=self.settings.fsdp == "hybrid",
-        )
 
     def step(self, prompts: Prompts) -> Stats:
         """Run one PPO update on num_samples_per_prompt responses to each prompt; return its metrics."""
@@ -373,8 +329,10 @@ class PPOTrainer:
         if experience.advantages is None:
             text = f"num_samples_per_prompt {settings.num_samples_per_prompt} adjacent responses to each prompt"
             raise ValueError(f"advantage {settings.advantage} needs {text}")
-        learning_rates = {LEARNING_RATES[name]: self._learning_rate(name) for name in self.trained_models}
         trained_policy = self._trains_policy
+        learning_rates = {}
+        for name in self.trained_models:
+            learning_rates[LEARNING_RATES[name]] = self._learning_rate(name)
 
         step_stats, num_epochs = self._train_epochs(experience)
         self._check_weights()
@@ -383,10 +341,16 @@ class PPOTrainer:
         self.updates += 1
         if self.average:
             self.average.update()
-
-        stats = experience.metrics(kl_in_reward=settings.kl_in == "reward") | mean_over_steps(step_stats)
         self.score_moments = experience.score_result.moments
+
         num_episodes = len(experience.rollout)
+        stats = {
+            "episode": self.updates * num_episodes,
+            "policy/epochs": num_epochs,
+            **experience.metrics(kl_in_reward=settings.kl_in == "reward"),
+            **mean_over_steps(step_stats),
+            **learning_rates,
+        }
         if settings.adap_kl_ctrl and trained_policy:  # otherwise the KL does not depend on the coefficient
             self.kl_coef = losses.adapt_kl_coef(
                 self.kl_coef,
@@ -395,7 +359,7 @@ class PPOTrainer:
                 episodes=num_episodes,
                 horizon=settings.horizon,
             )
-        return {"episode": self.updates * num_episodes, "policy/epochs": num_epochs, **stats, **learning_rates}
+        return stats
 
     def _train_epochs(self, experience: Experience) -> tuple[list[Stats], int]:
         """Train until the last epoch or early_stopping; return the metrics of each step, and the number of epochs."""
@@ -417,7 +381,9 @@ class PPOTrainer:
 
     def _check_weights(self) -> None:
         """Raise RLHFError R01 for a weight that is not finite, and if the ranks' weights differ."""
-        norms = {name: self.parallel.trainable_norm(model) for name, model in self.trained_models.items()}
+        norms: dict[str, Tensor] = {}
+        for name, model in self.trained_models.items():
+            norms[name] = self.parallel.trainable_norm(model)
         for name, norm in norms.items():
             monitor.check_finite(f"a weight of the {name} model", norm, self.updates + 1)
         self.parallel.check_replicas(norms)
@@ -478,6 +444,18 @@ class PPOTrainer:
         """Add the gradient of the language-model loss over ptx rows, one sampled for each episode of the minibatch."""
         if not self.ptx or not self._trains_policy:
             return {}
+        ptx_rows = self._draw_ptx_rows(minibatch, epoch)
+        all_rows = torch.arange(len(ptx_rows), device=ptx_rows.ids.device)
+        micro_batches = self._split_minibatch(ptx_rows, all_rows)
+        num_tokens = int(ptx_rows.response_mask.sum())
+        loss = 0.0
+        for rows, is_real in self.parallel.micro_batches_of_rank(micro_batches):
+            micro_batch = ptx_rows.micro_batch(rows)
+            loss += self.model_runner.backward_ptx(micro_batch, is_real / num_tokens)
+        return {"loss/ptx_avg": loss}
+
+    def _draw_ptx_rows(self, minibatch: MinibatchRows, epoch: int) -> Rollout:
+        """Draw a ptx row for each episode of the minibatch, with prompt and completion as prompt and response."""
         prompts = []
         completions = []
         for episode in torch.cat(minibatch).tolist():
@@ -485,16 +463,7 @@ class PPOTrainer:
             prompt, completion = self.ptx[draw % len(self.ptx)]
             prompts.append(prompt)
             completions.append(completion)
-
-        ptx_rows = Rollout.from_lists(prompts, completions).to(self.policy.device)
-        num_tokens = int(ptx_rows.response_mask.sum())
-        all_rows = torch.arange(len(ptx_rows), device=ptx_rows.ids.device)
-        micro_batches = self._split_minibatch(ptx_rows, all_rows)
-        loss = 0.0
-        for rows, is_real in self.parallel.micro_batches_of_rank(micro_batches):
-            micro_batch = ptx_rows.micro_batch(rows)
-            loss += self.model_runner.backward_ptx(micro_batch, is_real / num_tokens)
-        return {"loss/ptx_avg": loss}
+        return Rollout.from_lists(prompts, completions).to(self.policy.device)
 
     def _optimizer_step(self, ranks: list[MinibatchStats]) -> Stats:
         """Clip gradients and step; return the norms. Raises RLHFError R01 before stepping if a number is not finite."""

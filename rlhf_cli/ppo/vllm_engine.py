@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError
-from rlhf_cli.models import forward
+from rlhf_cli.models import devices, forward
 from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop, right_pad, stop_ids
 
 NOISE_FACTOR = 4.0  # a gap of so many times that of the reference's weights is no rounding
@@ -127,7 +127,8 @@ class VLLMClient:
         if version not in self.loaded:
             self.call("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
             self.loaded.append(version)
-        ours = [name for name in self.loaded if _run_of(name) == _run_of(version)]
+        run = _run_of(version)
+        ours = [name for name in self.loaded if _run_of(name) == run]
         for name in ours[:-2]:
             self.call("/v1/unload_lora_adapter", {"lora_name": name})
             self.loaded.remove(name)
@@ -192,6 +193,21 @@ class RowLogprobs:
     logprobs: Tensor
     entropy: Tensor  # mean of -log p
     variance: Tensor  # of log p
+
+    @classmethod
+    def concat(cls, rows: Sequence["RowLogprobs"]) -> "RowLogprobs":
+        """Return the tokens of all rows as one."""
+        return cls(
+            torch.cat([row.logprobs for row in rows]),
+            torch.cat([row.entropy for row in rows]),
+            torch.cat([row.variance for row in rows]),
+        )
+
+    @property
+    def surprise(self) -> float:
+        """Sum of -log p - entropy, in its standard errors: near 0 for tokens drawn from p."""
+        total = float((-self.logprobs - self.entropy).sum())
+        return total / math.sqrt(float(self.variance.sum()) or 1.0)
 
 
 @dataclass
@@ -273,7 +289,9 @@ class VLLMEngine:
         self.server.wait(self.max_wait)
         self.server.read_models(self.longest_row)
 
-        name = self.server.load(*weights) if weights else self.server.served
+        name = self.server.served
+        if weights:
+            name = self.server.load(*weights)
         self.noise = self._check(name, self.ref, self.max_gap)
 
     def _load(self) -> None:
@@ -293,28 +311,25 @@ class VLLMEngine:
         assert rollout.logprobs is not None
         on_device = rollout.to(model.device)
         theirs = []
-        ours = []
+        rows = []
         drawn = []
         for row, length in enumerate(rollout.response_lengths.tolist()):
             own = self._logprobs(model, on_device, row)
             theirs.append(rollout.logprobs[row, :length])
-            ours.append(own)
+            rows.append(own)
             drawn.append(Drawn(rollout.response_tokens(row), own.logprobs))
         if self.before and _has_old_weights(theirs, drawn, self.before):
             raise self._error("still has the weights of the sync before: those of the last update did not arrive")
 
-        logprobs = torch.cat([each.logprobs for each in ours])
-        entropy = torch.cat([each.entropy for each in ours])
-        variance = torch.cat([each.variance for each in ours])
-        gap = float((torch.cat(theirs) - logprobs).abs().mean())
+        ours = RowLogprobs.concat(rows)
+        gap = float((torch.cat(theirs) - ours.logprobs).abs().mean())
         if not gap <= limit:
             what = "models.sft" if self.noise is None else "the policy, or only a part of them"
             causes = "old head, old prefix cache, other adapter, penalty, or no --logprobs-mode processed_logprobs"
             difference = f"its log-probs differ by {gap:.3g} nats a token, more than {limit:.3g}"
             raise self._error(f"does not draw from the weights of {what}: {difference} ({causes})")
 
-        surprise = float((-logprobs - entropy).sum())
-        errors = surprise / math.sqrt(float(variance.sum()) or 1.0)
+        errors = ours.surprise
         if abs(errors) > MAX_STANDARD_ERRORS:
             difference = f"-log p of its draws is {errors:+.1f} standard errors from the entropy"
             raise self._error(f"draws from another distribution: {difference} (a filter such as top_k, a temperature)")
@@ -330,7 +345,7 @@ class VLLMEngine:
         """Return the log-probs of a row's response tokens by `model`, on the CPU."""
         rows = torch.tensor([row], device=rollout.ids.device)
         micro_batch = rollout.micro_batch(rows)
-        with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+        with torch.no_grad(), devices.autocast(bf16=self.bf16, on=model.device):
             logits = forward.response_logits(model, micro_batch)  # (N, V)
         log_p = (logits.float() / self.temperature).log_softmax(-1)
         logprobs = log_p.gather(1, micro_batch.response_ids[:, None])[:, 0]
@@ -376,18 +391,22 @@ class VLLMEngine:
     def _read(self, choice: Any, limit: int) -> tuple[list[int], list[float]]:
         """Return a choice's tokens, through its stop token, and their log-probs."""
         ids = choice.get("token_ids")
-        values = (choice.get("logprobs") or {}).get("token_logprobs")
-        if not isinstance(ids, list) or not isinstance(values, list) or not ids or len(ids) != len(values):
-            raise self.server.error("gives no token ids with their log-probs (return_token_ids, logprobs)")
-
+        answered = choice.get("logprobs") or {}
+        values = answered.get("token_logprobs")
+        problem = "gives no token ids with their log-probs (return_token_ids, logprobs)"
+        if not isinstance(ids, list) or not isinstance(values, list):
+            raise self.server.error(problem)
         length = len(ids)
-        stops = stop_ids(self.stop_token_id)
-        goes_on = any(token in stops for token in ids[:-1])
-        is_complete = ids[-1] in stops or length == limit
-        if goes_on or not is_complete or length > limit:
+        if not ids or len(values) != length:
+            raise self.server.error(problem)
+
+        *before, last = [token in stop_ids(self.stop_token_id) for token in ids]
+        is_complete = last or length == limit
+        if any(before) or not is_complete or length > limit:
             raise self.server.error(f"ended a response after {length} of {limit} tokens with token {ids[-1]}")
-        if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
-            raise self.server.error("gave a log-prob that is not finite")
+        for value in values:
+            if not isinstance(value, float | int) or not math.isfinite(value):
+                raise self.server.error("gave a log-prob that is not finite")
         return ids, values
 
 
