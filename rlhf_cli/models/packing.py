@@ -154,19 +154,23 @@ def _takes_varlen_kernel(
     value: Tensor,
     options: dict[str, Any],
 ) -> bool:
+    """Return True if torch's variable-length kernel computes this attention."""
     if not query.is_cuda or rows.mask is not None or not _is_plain(options):
         return False
     size = query.shape[3]
     if key.shape[3] != size or value.shape[3] != size:
         return False
-    fits = size <= MAX_HEAD_SIZE and size % 8 == 0
-    return fits and _attention_dtype(query) in (torch.bfloat16, torch.float16)
+    if size > MAX_HEAD_SIZE or size % 8:
+        return False
+    return _attention_dtype(query) in (torch.bfloat16, torch.float16)
 
 
 def _attention_dtype(query: Tensor) -> torch.dtype:
     """Return the dtype in which `sdpa` would compute: autocast's, or the query's."""
     device = query.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return query.dtype
 
 
 def _attend_varlen(
@@ -176,6 +180,7 @@ def _attend_varlen(
     value: Tensor,
     options: dict[str, Any],
 ) -> Tensor:
+    """Attend from each token to its row, without padding: (1, heads, T, D) -> (1, T, heads, D)."""
     dtype = _attention_dtype(query)
     q, k, v = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))  # (T, heads, D) each
     ends = rows.ends
@@ -195,6 +200,7 @@ def _attend_padded(
     value: Tensor,
     options: dict[str, Any],
 ) -> Tensor:
+    """Attend within each padded batch of rows: (1, heads, T, D) -> (1, T, heads, D)."""
     outputs = []
     for batch, q, k, v in zip(rows.batches, rows.split(query), rows.split(key), rows.split(value), strict=True):
         mask = rows.mask
@@ -239,8 +245,9 @@ def enable(models: Sequence[Any], process_group: ProcessGroup = SINGLE_PROCESS) 
 
 
 def _enable_after_trial(models: Sequence[Any]) -> bool:
+    """Make all models pack if each can, and gives the same hidden states; return if they do."""
     unpacked = [model for model in models if not is_enabled(model)]
-    if not all(_may_pack(model) for model in unpacked):
+    if not all(map(_may_pack, unpacked)):
         return False
     expected = [_trial(model) for model in unpacked]
     for model in unpacked:
@@ -254,16 +261,19 @@ def _enable_after_trial(models: Sequence[Any]) -> bool:
 
 
 def _may_pack(model: Any) -> bool:
+    """Return True if a model's architecture allows a trial."""
     parameters = inspect.signature(build.backbone(model).forward).parameters
-    uses_sdpa = model.config._attn_implementation == "sdpa"
-    return uses_sdpa and "position_ids" in parameters and _attends_only(model)
+    if model.config._attn_implementation != "sdpa" or "position_ids" not in parameters:
+        return False
+    return _attends_only(model)
 
 
 def _attends_only(model: Any) -> bool:
     """Return True if only attention reads other tokens. Convolutions and recurrences would read the previous row."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    convolves = any(isinstance(module, nn.Conv1d) for module in build.backbone(model).modules())
-    return ATTENTION_LAYERS.issuperset(layer_types) and not convolves
+    if not ATTENTION_LAYERS.issuperset(layer_types):
+        return False
+    return not any(isinstance(module, nn.Conv1d) for module in build.backbone(model).modules())
 
 
 @torch.no_grad()
@@ -271,8 +281,8 @@ def _trial(model: Any) -> Tensor:
     """Return the hidden states (11, H) of rows of 5, 2 and 4 tokens, padded to a batch."""
     device = model.device
     lengths = torch.tensor([5, 2, 4], device=device)
-    rows = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2], device=device)
-    columns = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3], device=device)
+    is_real = torch.arange(5, device=device) < lengths[:, None]
+    rows, columns = is_real.nonzero(as_tuple=True)
     ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
     stored_for_autocast = any(weight.dtype == torch.bfloat16 for weight in model.parameters())  # lora.autocast_matrices
     with devices.autocast(bf16=stored_for_autocast, on=device):

@@ -98,8 +98,11 @@ def probe_rows(model: Any) -> tuple[list[list[int]], int]:
     Rows have twice as many tokens as a sparse indexer selects: it reads all of a short one.
     """
     config = model.config.get_text_config()
-    length = LONG_ROW + 2 * (getattr(config, "index_topk", None) or 0)
-    length = min(length, load.context_length(model.config) or length)
+    indexed = getattr(config, "index_topk", None) or 0
+    length = LONG_ROW + 2 * indexed
+    context = load.context_length(model.config)
+    if context is not None:
+        length = min(length, context)
 
     special = set()
     for name, value in {**model.config.to_dict(), **config.to_dict()}.items():
@@ -107,16 +110,16 @@ def probe_rows(model: Any) -> tuple[list[list[int]], int]:
             special.add(str(value))
     all_ids = list(range(config.vocab_size))
     ids = [token for token in all_ids if str(token) not in special] or all_ids
-    chosen = [ids[(7 * number) % len(ids)] for number in range(2 * length + 1)]
+    chosen = [ids[7 * number % len(ids)] for number in range(2 * length + 1)]
 
-    short = max(length - PADDING, ANSWER + 1)
-    return [chosen[:short], chosen[length:-1]], chosen[-1]
+    short_row = chosen[: max(length - PADDING, ANSWER + 1)]
+    long_row = chosen[length:-1]
+    return [short_row, long_row], chosen[-1]
 
 
 def _problem(model: Any, row: Sequence[int], start: int, compute: Callable[[], Tensor]) -> str | None:
     """Return how `compute()`, the outputs (N, D) from a row's token `start` on, fails or differs from the row alone."""
-    weights = {weight.dtype for weight in model.parameters()}
-    exact = weights <= {torch.float32, torch.float64} and model.config._attn_implementation in FLOAT32_ATTENTION
+    exact = _computes_in_float32(model)
     try:
         with _evaluation(model), devices.autocast(bf16=not exact, on=model.device):
             outputs = compute().float()
@@ -128,18 +131,29 @@ def _problem(model: Any, row: Sequence[int], start: int, compute: Callable[[], T
 
     end = start + len(outputs)
     expected = alone[start:end].float()
-    own = expected - expected.mean(-1, keepdim=True)  # a softmax reads differences only
-    difference = outputs - outputs.mean(-1, keepdim=True) - own
+    own = _centred(expected)
+    difference = _centred(outputs) - own
     tolerance = TOLERANCE if exact else TOLERANCE_ROUNDED
     if difference.norm() <= tolerance * own.norm():
         return None
+
     if _is_scorer(model):
         apart = _farthest(model.score(outputs), model.score(expected))
         return f"a row's scores differ by {apart:.2g} from the row's alone"
-
     targets = torch.tensor(row[start + 1 : end + 1], device=model.device)
     apart = _farthest(_logprobs_of(targets, outputs), _logprobs_of(targets, expected))
     return f"a row's log-probs differ by {apart:.2g} nats from the row's alone"
+
+
+def _computes_in_float32(model: Any) -> bool:
+    """Return True if neither weights nor attention round to half precision."""
+    dtypes = {weight.dtype for weight in model.parameters()}
+    return dtypes <= {torch.float32, torch.float64} and model.config._attn_implementation in FLOAT32_ATTENTION
+
+
+def _centred(outputs: Tensor) -> Tensor:
+    """Return outputs (N, D) less the mean of each row: a softmax reads differences only."""
+    return outputs - outputs.mean(-1, keepdim=True)
 
 
 def _logprobs_of(targets: Tensor, logits: Tensor) -> Tensor:

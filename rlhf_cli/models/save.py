@@ -58,10 +58,13 @@ def save_trained(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
     save_model(model, tokenizer, folder, card)
     if not distributed.is_main_process():
         return
+    find_lost = _lost_adapters if lora.is_peft_model(model) else load.lost_weights
     try:
-        lost = _lost_adapters(model, folder) if lora.is_peft_model(model) else load.lost_weights(model, folder)
-    except (RLHFError, OSError, SafetensorError) as error:
-        lost = error.problems[0].text if isinstance(error, RLHFError) else short_reason(error)
+        lost = find_lost(model, folder)
+    except RLHFError as error:
+        lost = error.problems[0].text
+    except (OSError, SafetensorError) as error:
+        lost = short_reason(error)
     if lost:
         text = f"{shown(folder)} does not hold the weights that were trained: {lost}"
         raise RLHFError("R21", text, hint="the last checkpoint is kept: run the same command again")
@@ -169,18 +172,21 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], storages: set[int], pa
     A recursive closure in `save_tree` would keep a copy of all weights alive until the next garbage collection.
     """
     if isinstance(value, torch.Tensor) and sharding.is_sharded_tensor(value):
-        return {"shard": [path, list(value.shape), str(value.dtype).removeprefix("torch.")]}
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"shard": [path, list(value.shape), dtype]}
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
         tensor = value.detach().to("cpu").contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if storage in storages else tensor  # safetensors rejects shared storages
+        if storage in storages:  # safetensors rejects shared storages
+            tensor = tensor.clone()
         storages.add(storage)
+        tensors[name] = tensor
         return {"tensor": name}
 
     items = [(key, _encode(item, tensors, storages, f"{path}/{key}")) for key, item in _items(value)]
     if isinstance(value, dict):
-        return {"dict": [[key, item] for key, item in items]}
+        return {"dict": items}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [item for _, item in items]}
     assert value is None or isinstance(value, bool | int | float | str), f"{type(value).__name__} has no exact form"

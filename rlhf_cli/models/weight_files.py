@@ -83,22 +83,34 @@ def refuse_other_weights(folder: Path, config: Any) -> None:
 
     usual = SINGLE if (folder / SINGLE).exists() else INDEX
     for each in (config, config.get_text_config()):
-        named = getattr(each, "transformers_weights", usual)
-        if named not in (None, usual):
-            text = f'config.json has transformers_weights "{named}", a file that transformers loads instead of {usual}'
-            hint = f"remove the key; to train on that file, rename it to {SINGLE}, too"
-            raise RLHFError("M15", f"{place}: {text}", hint=hint)
-        method = getattr(each, "quantization_config", None)
-        if method:
-            name = method.get("quant_method", "quantization_config") if isinstance(method, dict) else method
-            text = f"{place} holds quantized weights ({name} in config.json), which cannot be trained or merged"
-            hint = "name the same model without quantization; adapters: {kind: qlora} stores it in 4 bits"
-            raise RLHFError("M15", text, hint=hint)
+        _refuse_other_file(place, each, usual)
+        _refuse_quantized(place, each)
 
     for path in weight_files(folder):
         if path.suffix != ".safetensors" or not is_model_file(path.name):
             text = f'{shown(folder / INDEX)} names "{path.name}", which is not a file NAME.safetensors'
             raise RLHFError("M15", text, hint="name it so, in the index too; or download the folder again")
+
+
+def _refuse_other_file(place: str, config: Any, usual: str) -> None:
+    """Raise RLHFError M15 if a config names another file of weights than the usual one."""
+    named = getattr(config, "transformers_weights", None)
+    if named not in (None, usual):
+        text = f'config.json has transformers_weights "{named}", a file that transformers loads instead of {usual}'
+        hint = f"remove the key; to train on that file, rename it to {SINGLE}, too"
+        raise RLHFError("M15", f"{place}: {text}", hint=hint)
+
+
+def _refuse_quantized(place: str, config: Any) -> None:
+    """Raise RLHFError M15 if a config has settings of quantized weights."""
+    method = getattr(config, "quantization_config", None)
+    if not method:
+        return
+    if isinstance(method, dict):
+        method = method.get("quant_method", "quantization_config")
+    text = f"{place} holds quantized weights ({method} in config.json), which cannot be trained or merged"
+    hint = "name the same model without quantization; adapters: {kind: qlora} stores it in 4 bits"
+    raise RLHFError("M15", text, hint=hint)
 
 
 def require_float_formats(folder: Path, model: Any) -> None:
@@ -112,9 +124,9 @@ def require_float_formats(folder: Path, model: Any) -> None:
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in list(file.keys()):
+                kind = name.rpartition(".")[2]
                 dtype = file.get_slice(name).get_dtype()
-                is_weight = name.rpartition(".")[2] in kinds and not name.endswith(BUFFERS)
-                if is_weight and dtype not in FLOAT_FORMATS:
+                if kind in kinds and not name.endswith(BUFFERS) and dtype not in FLOAT_FORMATS:
                     formats[name] = dtype
     if formats:
         found = f"{' and '.join(sorted(set(formats.values())))} in {first_names(sorted(formats))}"
