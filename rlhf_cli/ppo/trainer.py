@@ -105,9 +105,10 @@ class PPOTrainer:
         self.trained_models: dict[str, Any] = {"policy": policy}
         if value is not None:
             self.trained_models["value"] = value
-        for model in self.trained_models.values():
+        self._frozen_keys: dict[str, set[str]] = {}  # of the state dicts, by model
+        for name, model in self.trained_models.items():
             _train_something(model)
-        self._frozen_keys = {name: lora.frozen_state_keys(model) for name, model in self.trained_models.items()}
+            self._frozen_keys[name] = lora.frozen_state_keys(model)
         self.model_runner, self.parallel = prepare_models(policy, self.ref, value, self.settings, process_group)
 
         self.optimizer = optimizer or build_optimizer(self.trained_models, self.settings)
@@ -176,7 +177,8 @@ class PPOTrainer:
         else:
             model = getattr(engine, "model", self.policy)
             with self.parallel.gathered_model(model):
-                rollout = Rollout.concat(group.map_rows(len(seeded), generate_part))
+                parts = group.map_rows(len(seeded), generate_part)
+            rollout = Rollout.concat(parts)
         return replace(rollout, records=seeded.records)
 
     @property
@@ -186,7 +188,8 @@ class PPOTrainer:
         if not isinstance(length, LengthRange):
             return length
         num_lengths = length.max - length.min + 1
-        return length.min + derive_seed(self.seed, "length", self.updates) % num_lengths
+        draw = derive_seed(self.seed, "length", self.updates)
+        return length.min + draw % num_lengths
 
     # Make experience
 
@@ -471,7 +474,7 @@ class PPOTrainer:
             if rank.error:
                 raise rank.error
 
-        norms = {}
+        norms: dict[str, Tensor] = {}
         for name, model in self.trained_models.items():
             self.parallel.all_reduce_gradients(model)
             norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
@@ -512,9 +515,10 @@ class PPOTrainer:
         """Restore `state_dict()`. Raises ValueError if the state's seed differs, or its weights do not fit."""
         if state["seed"] != self.seed:
             raise ValueError(f"the state is of a run with seed {state['seed']}, this one has {self.seed}")
+
         for name, part in self._stateful_parts().items():
             if name in self.trained_models:
-                self._load_weights(name, state[name])
+                self._load_weights(name, part, state[name])
             else:
                 part.load_state_dict(state[name])
         self.updates = state["updates"]
@@ -529,9 +533,8 @@ class PPOTrainer:
             parts["average"] = self.average
         return parts
 
-    def _load_weights(self, name: str, weights: dict[str, Tensor]) -> None:
+    def _load_weights(self, name: str, model: Any, weights: dict[str, Tensor]) -> None:
         """Load all weights of a trained model that are not frozen. Raises ValueError for others."""
-        model = self.trained_models[name]
         missing, unexpected = model.load_state_dict(weights, strict=False)
         wrong = unexpected or sorted(set(missing) - self._frozen_keys[name])
         if wrong:
@@ -562,6 +565,7 @@ class PPOTrainer:
         if gap > limit:
             cause = f"the policy's passes over a batch differ by {gap:.2g} nats a token from those of row {row} alone"
             return cause, "set ppo.packing: false, or ppo.per_device_train_batch_size: 1"
+
         if isinstance(self.engine, HFEngine):
             again = self._draw_again(self.engine, one, row)
             assert again.logprobs is not None
