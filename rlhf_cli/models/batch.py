@@ -26,7 +26,9 @@ StopTokenId = int | Sequence[int] | None  # several end a response as transforme
 
 def stop_ids(stop_token_id: StopTokenId) -> tuple[int, ...]:
     """Return the stop tokens as a tuple, empty without one."""
-    return (stop_token_id,) if isinstance(stop_token_id, int) else tuple(stop_token_id or ())
+    if isinstance(stop_token_id, int):
+        return (stop_token_id,)
+    return tuple(stop_token_id or ())
 
 
 def is_stop(ids: Tensor, stop_token_id: StopTokenId) -> Tensor:
@@ -37,29 +39,39 @@ def is_stop(ids: Tensor, stop_token_id: StopTokenId) -> Tensor:
     return found
 
 
+def slices(length: int, size: int) -> list[slice]:
+    """Return consecutive slices of `size` items, the last one perhaps shorter, that cover `length` items."""
+    return [slice(start, start + size) for start in range(0, length, size)]
+
+
 def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Pad ragged rows on the left; return ids (B, W) int64 and mask (B, W) bool."""
-    ids, mask = right_pad([row[::-1] for row in rows], pad)
+    reversed_rows = [row[::-1] for row in rows]
+    ids, mask = right_pad(reversed_rows, pad)
     return ids.flip(1), mask.flip(1)
 
 
 def right_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Pad ragged rows on the right; return ids (B, W) int64 and mask (B, W) bool."""
     width = max(map(len, rows), default=0)
-    ids, mask = [], []
-    for row in rows:
-        missing = width - len(row)
-        ids.append([*row, *[pad] * missing])
-        mask.append([True] * len(row) + [False] * missing)
-
-    shape = (len(rows), width)  # of no rows, too
-    padded = torch.tensor(ids, dtype=torch.int64).reshape(shape)
-    return padded, torch.tensor(mask, dtype=torch.bool).reshape(shape)
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        length = len(row)
+        ids[number, :length] = torch.as_tensor(row)
+        mask[number, :length] = True
+    return ids, mask
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts for a rollout engine to continue."""
+    """Prompts for a rollout engine to continue.
+
+    The prompts 5 6 and 7, padded with 0 to P = 2:
+
+        ids   [[5, 6], [0, 7]]
+        mask  [[T, T], [F, T]]
+    """
 
     ids: Tensor  # (B, P) int64, left-padded
     mask: Tensor  # (B, P) bool
@@ -77,7 +89,9 @@ class Prompts:
     @classmethod
     def of(cls, prompts: "Sequence[Prompt]") -> "Prompts":
         """Build prompts from those of a data file, with their records."""
-        return replace(cls.from_lists([each.ids for each in prompts]), records=tuple(each.record for each in prompts))
+        without_records = cls.from_lists([prompt.ids for prompt in prompts])
+        records = tuple(prompt.record for prompt in prompts)
+        return replace(without_records, records=records)
 
     def __post_init__(self) -> None:
         _check_records(self)
@@ -87,13 +101,22 @@ class Prompts:
 
     def rows(self, part: slice) -> "Prompts":
         """Return the rows of a slice."""
-        ids, mask = self.ids[part], self.mask[part]
-        return replace(self, ids=ids, mask=mask, seeds=self.seeds[part], records=self.records[part])
+        return replace(
+            self,
+            ids=self.ids[part],
+            mask=self.mask[part],
+            seeds=self.seeds[part],
+            records=self.records[part],
+        )
 
     def repeat(self, times: int) -> "Prompts":
         """Repeat each row `times` times; the responses to one prompt are adjacent rows."""
-        ids, mask = (tensor.repeat_interleave(times, 0) for tensor in (self.ids, self.mask))
-        return replace(self, ids=ids, mask=mask, records=tuple(each for each in self.records for _ in range(times)))
+        return replace(
+            self,
+            ids=self.ids.repeat_interleave(times, 0),
+            mask=self.mask.repeat_interleave(times, 0),
+            records=tuple(record for record in self.records for _ in range(times)),
+        )
 
 
 def _check_records(rows: "Prompts | Rollout") -> None:
@@ -103,7 +126,17 @@ def _check_records(rows: "Prompts | Rollout") -> None:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of a rollout without left padding, and the positions whose logits predict the response tokens."""
+    """Rows of a rollout without left padding, and the positions whose logits predict the response tokens.
+
+    Both rows of the example at `Rollout`, with N = 3 response tokens; the logits at column 1 of row 0 predict its 8:
+
+        ids             [[5, 6, 8, 2], [7, 2, 0, 0]]
+        lengths         [4, 2]
+        row_index       [0, 0, 1]
+        logit_position  [1, 2, 0]
+        token_index     [0, 1, 0]
+        response_ids    [8, 2, 2]
+    """
 
     rows: Tensor  # (n,) int64: rows of the rollout
     ids: Tensor  # (n, L) int64, right-padded: causal attention keeps padding away from real tokens
@@ -121,7 +154,15 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Prompts with their responses."""
+    """Prompts with their responses.
+
+    The prompts 5 6 and 7, the responses 8 2 and 2, where 2 is the stop token and 0 the padding; P = R = 2:
+
+        ids            [[5, 6, 8, 2], [0, 7, 2, 0]]
+        mask           [[T, T, T, T], [F, T, T, F]]
+        response_mask  [[T, T], [T, F]]
+        ended          [T, T]
+    """
 
     ids: Tensor  # (B, P+R) int64: prompts left-padded, responses right-padded
     mask: Tensor  # (B, P+R) bool: real tokens, contiguous in each row
@@ -149,55 +190,84 @@ class Rollout:
         `response_masks` marks the response tokens that count (default: all). A response has ended if its last token is
         a stop token, or if there is none. Raises ValueError if the lists differ in length or one is empty.
         """
-        queries, responses = ([[int(token) for token in row] for row in rows] for rows in (queries, responses))
+        queries = [list(map(int, query)) for query in queries]
+        responses = [list(map(int, response)) for response in responses]
         if len(queries) != len(responses) or not queries or not all(queries) or not all(responses):
             raise ValueError("queries and responses must have equal length, and none of them empty")
         prompt_ids, prompt_mask = left_pad(queries, pad)
         response_ids, real = right_pad(responses, pad)
+
         response_mask = real
         if response_masks is not None:
-            if [len(mask) for mask in response_masks] != [len(row) for row in responses]:
+            if list(map(len, response_masks)) != list(map(len, responses)):
                 raise ValueError("each response mask must be as long as its response")
             if not all(any(mask) for mask in response_masks):
                 raise ValueError("each response needs a token that counts")
-            response_mask = real & right_pad([[int(x) for x in mask] for mask in response_masks])[0].bool()
-        ended = torch.tensor([stop_token_id is None or row[-1] in stop_ids(stop_token_id) for row in responses])
-        ids, mask = torch.cat([prompt_ids, response_ids], 1), torch.cat([prompt_mask, real], 1)
-        return cls(ids, mask, response_mask, ended)
+            counts, _ = right_pad(response_masks)
+            response_mask = counts.bool()
+
+        stops = stop_ids(stop_token_id)
+        ended = [stop_token_id is None or response[-1] in stops for response in responses]
+        return cls(
+            torch.cat([prompt_ids, response_ids], 1),
+            torch.cat([prompt_mask, real], 1),
+            response_mask,
+            torch.tensor(ended),
+        )
 
     def __len__(self) -> int:
         return self.ids.shape[0]
 
     def rows(self, part: slice) -> "Rollout":
         """Return the rows of a slice, with all columns."""
-        offset, tensors = self.row_offset + (part.start or 0), self._tensors.items()
-        parts = {name: tensor[part] for name, tensor in tensors}
-        return replace(self, row_offset=offset, records=self.records[part], **parts)
+        tensors = {name: tensor[part] for name, tensor in self._tensors.items()}
+        row_offset = self.row_offset + (part.start or 0)
+        return replace(self, row_offset=row_offset, records=self.records[part], **tensors)
 
     @classmethod
     def concat(cls, parts: Sequence["Rollout"]) -> "Rollout":
         """Concatenate the rows of rollouts whose prompts have the same width."""
         width = max(part.response_mask.shape[1] for part in parts)
-        wide = [name for name in parts[0]._tensors if name != "ended"]
-        padded: dict[str, Any] = {
-            name: torch.cat([F.pad(getattr(part, name), (0, width - part.response_mask.shape[1])) for part in parts])
-            for name in wide
-        }
+        wide = [part._widened(width - part.response_mask.shape[1]) for part in parts]
         records = tuple(chain.from_iterable(part.records for part in parts))
-        return cls(**padded, ended=torch.cat([part.ended for part in parts]), records=records)
+
+        tensors: dict[str, Any] = {}
+        for name in wide[0]._tensors:
+            of_parts = [getattr(part, name) for part in wide]
+            tensors[name] = torch.cat(of_parts)
+        return cls(**tensors, records=records)
+
+    def _widened(self, columns: int) -> "Rollout":
+        """Return the rollout with further columns of padding behind the responses."""
+        tensors = self._tensors
+        ended = tensors.pop("ended")
+        padded: dict[str, Any] = {name: F.pad(tensor, (0, columns)) for name, tensor in tensors.items()}
+        return replace(self, ended=ended, **padded)
 
     def to(self, device: torch.device | str) -> "Rollout":
-        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors.items()})
+        moved = {name: tensor.to(device) for name, tensor in self._tensors.items()}
+        return replace(self, **moved)
 
     @property
     def _tensors(self) -> dict[str, Any]:
-        tensors = {name: getattr(self, name) for name in ("ids", "mask", "response_mask", "ended", "logprobs")}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        """The fields that are tensors of rows, by name."""
+        tensors = {
+            "ids": self.ids,
+            "mask": self.mask,
+            "response_mask": self.response_mask,
+            "ended": self.ended,
+        }
+        if self.logprobs is not None:
+            tensors["logprobs"] = self.logprobs
+        return tensors
 
     def has_groups(self, size: int) -> bool:
         """Return True if the rows are groups of `size` adjacent responses, each group to one prompt."""
+        if len(self) % size:
+            return False
         prompts = torch.where(self.mask, self.ids, -1)[:, : self.prompt_width]
-        return len(self) % size == 0 and torch.equal(prompts, prompts[::size].repeat_interleave(size, 0))
+        first_of_group = prompts[::size].repeat_interleave(size, 0)
+        return torch.equal(prompts, first_of_group)
 
     @property
     def prompt_width(self) -> int:
@@ -233,39 +303,46 @@ class Rollout:
 
         Not behind a response to a text: no chat template was applied to it.
         """
-        rows = torch.arange(len(self), device=self.ids.device)
-        first = self.prompt_width + self.response_lengths
+        device = self.ids.device
+        rows = torch.arange(len(self), device=device)
+        behind = self.prompt_width + self.response_lengths  # first column behind each response
         is_end = self.ids == end_token_id
-        is_turn = (is_end & self.mask)[:, : self.prompt_width].any(1)
-        closed = (is_turn & is_end[rows, first - 1]).nonzero()[:, 0]
-        width = len(closing_ids)
-        ids, mask, response_mask = (F.pad(each, (0, width)) for each in (self.ids, self.mask, self.response_mask))
-        cells = closed[:, None], first[closed, None] + torch.arange(width, device=self.ids.device)
-        ids[cells] = torch.tensor(closing_ids, device=self.ids.device)
-        mask[cells] = True
-        response_mask[cells[0], cells[1] - self.prompt_width] = True
-        return replace(self, ids=ids, mask=mask, response_mask=response_mask, logprobs=None)
+        has_turns = (is_end & self.mask)[:, : self.prompt_width].any(1)
+        closed = (has_turns & is_end[rows, behind - 1]).nonzero()[:, 0]
+
+        wide = self._widened(len(closing_ids))
+        cells = (closed[:, None], behind[closed, None] + torch.arange(len(closing_ids), device=device))
+        wide.ids[cells] = torch.tensor(closing_ids, device=device)
+        wide.mask[cells] = True
+        wide.response_mask[cells[0], cells[1] - self.prompt_width] = True
+        return replace(wide, logprobs=None)
 
     @cached_property
     def repetition(self) -> Tensor:
         """Share of each response's 3-grams that are repeats, (B,) float32; 0 below three tokens."""
+        responses = self.ids[:, self.prompt_width :].tolist()
+        lengths = self.response_lengths.tolist()
         shares = []
-        for ids, length in zip(self.ids[:, self.prompt_width :].tolist(), self.response_lengths.tolist(), strict=True):
+        for ids, length in zip(responses, lengths, strict=True):
             tokens = ids[:length]
             trigrams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
-            shares.append(1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0)
+            different = len(set(trigrams))
+            shares.append(1 - different / len(trigrams) if trigrams else 0.0)
         return torch.tensor(shares)
 
     def prompt_tokens(self, row: int) -> list[int]:
-        return self.ids[row, : self.prompt_width][self.mask[row, : self.prompt_width]].tolist()
+        width = self.prompt_width
+        return self.ids[row, :width][self.mask[row, :width]].tolist()
 
     def response_tokens(self, row: int) -> list[int]:
-        return self.ids[row, self.prompt_width :][self.mask[row, self.prompt_width :]].tolist()
+        width = self.prompt_width
+        return self.ids[row, width:][self.mask[row, width:]].tolist()
 
     def text(self, tokenizer: Any, row: int) -> tuple[str, str]:
         """Return a row's prompt and response as text, without special tokens."""
-        prompt, response = self.prompt_tokens(row), self.response_tokens(row)
-        return tokenizer.decode(prompt, skip_special_tokens=True), tokenizer.decode(response, skip_special_tokens=True)
+        prompt = tokenizer.decode(self.prompt_tokens(row), skip_special_tokens=True)
+        response = tokenizer.decode(self.response_tokens(row), skip_special_tokens=True)
+        return prompt, response
 
     def texts(self, tokenizer: Any) -> tuple[list[str], list[str]]:
         """Return the texts of all prompts and of all responses, as `text` does."""
@@ -275,43 +352,69 @@ class Rollout:
     def micro_batch(self, rows: Tensor) -> MicroBatch:
         """Return the given rows (n,) without left padding. Padding ids are 0 and are never read."""
         lengths = self.lengths[rows]
-        starts = self.prompt_width - self.prompt_lengths[rows]
+        prompt_lengths = self.prompt_lengths[rows]
+        starts = self.prompt_width - prompt_lengths
         offsets = torch.arange(int(lengths.max()), device=self.ids.device)
-        index = (starts[:, None] + offsets).clamp(max=self.ids.shape[1] - 1)
-        ids = torch.where(offsets < lengths[:, None], self.ids[rows].gather(1, index), 0)
+        columns = (starts[:, None] + offsets).clamp(max=self.ids.shape[1] - 1)
+        ids = self.ids[rows].gather(1, columns)
+
         row, token = self.response_mask[rows].nonzero(as_tuple=True)
-        logit_position = self.prompt_lengths[rows][row] + token - 1
-        response_ids = self.ids[rows[row], self.prompt_width + token]
-        return MicroBatch(rows, ids, lengths, row, logit_position, token, response_ids)
+        return MicroBatch(
+            rows,
+            ids=torch.where(offsets < lengths[:, None], ids, 0),
+            lengths=lengths,
+            row_index=row,
+            logit_position=prompt_lengths[row] + token - 1,
+            token_index=token,
+            response_ids=self.ids[rows[row], self.prompt_width + token],
+        )
 
 
 def split_into_micro_batches(
-    lengths: Tensor, rows: Tensor, *, max_rows: int, max_tokens: int | None = None, packed: bool = False
+    lengths: Tensor,
+    rows: Tensor,
+    *,
+    max_rows: int,
+    max_tokens: int | None = None,
+    packed: bool = False,
 ) -> list[Tensor]:
     """Split `rows` (n,) into micro-batches of rows of similar length, longest first.
 
     Each has at most `max_rows` rows and `max_tokens` tokens, padding included; a longer row gets its own micro-batch.
     With `packed`, the limit is the token count of `max_rows` of the longest rows instead.
     """
-    batches: list[list[int]] = []
-    batch_tokens, row_tokens = 0, lengths.tolist()
-    ordered = sorted(rows.tolist(), key=lambda r: (-row_tokens[r], r))
-    limit = max_tokens if max_tokens is not None else sys.maxsize
+    row_tokens = lengths.tolist()
+    ordered = sorted(rows.tolist(), key=lambda row: (-row_tokens[row], row))
+    limit = sys.maxsize if max_tokens is None else max_tokens
     if packed and ordered:
-        limit, max_rows = min(limit, max_rows * row_tokens[ordered[0]]), len(ordered)
+        limit = min(limit, max_rows * row_tokens[ordered[0]])
+        max_rows = len(ordered)
+
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    used = 0
     for row in ordered:
-        cost = row_tokens[row] if packed or not batches else row_tokens[batches[-1][0]]
-        if not batches or len(batches[-1]) >= max_rows or batch_tokens + cost > limit:
-            batches.append([])
-            batch_tokens, cost = 0, row_tokens[row]
-        batches[-1].append(row)
-        batch_tokens += cost
+        cost = row_tokens[row if packed or not batch else batch[0]]
+        if not batch or len(batch) >= max_rows or used + cost > limit:
+            batch = []
+            batches.append(batch)
+            used = 0
+            cost = row_tokens[row]
+        batch.append(row)
+        used += cost
     return [torch.tensor(batch, dtype=torch.int64, device=rows.device) for batch in batches]
 
 
 @dataclass(frozen=True)
 class EnsembleScores:
-    """Scores of each response by the members of an ensemble."""
+    """Scores of each response by the members of an ensemble.
+
+    Of two responses, combined by the mean:
+
+        members       {"a": [1, 4], "b": [3, 4]}
+        score         [2, 4]
+        disagreement  [1, 0]
+    """
 
     score: Tensor  # (B,) float32: the members' scores combined
     members: dict[str, Tensor]  # (B,) float32 each
@@ -319,11 +422,13 @@ class EnsembleScores:
     @classmethod
     def concat(cls, parts: Sequence["EnsembleScores"]) -> "EnsembleScores":
         """Concatenate the rows of the parts."""
+        score = torch.cat([part.score for part in parts])
         members = {name: torch.cat([part.members[name] for part in parts]) for name in parts[0].members}
-        return cls(torch.cat([part.score for part in parts]), members)
+        return cls(score, members)
 
     def cpu(self) -> "EnsembleScores":
-        return EnsembleScores(self.score.cpu(), {name: score.cpu() for name, score in self.members.items()})
+        members = {name: score.cpu() for name, score in self.members.items()}
+        return EnsembleScores(self.score.cpu(), members)
 
     @property
     def disagreement(self) -> Tensor:

@@ -47,10 +47,12 @@ def new_causal_lm(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementat
 
 def new_config(fields: Mapping[str, Any], **from_tokenizer: int | None) -> Any:
     """Return a causal LM's config. Raises RLHFError C07 (model type), C01 (unknown field), C17 (`from_tokenizer`)."""
-    model_type = fields.get("model_type", "llama")
+    settings = dict(fields)
+    model_type = settings.pop("model_type", "llama")
     if model_type not in CONFIG_MAPPING:
         text = f"model.new.model_type: unknown model type {model_type!r}"
         raise RLHFError("C07", text, hint=did_you_mean(model_type, CONFIG_MAPPING.keys()))
+
     known = AutoConfig.for_model(model_type).to_dict().keys() | {"tie_word_embeddings"}
     for name in fields:
         if name in from_tokenizer:
@@ -58,7 +60,6 @@ def new_config(fields: Mapping[str, Any], **from_tokenizer: int | None) -> Any:
         if name not in known:
             text = f"model.new.{name}: a {model_type} config has no such field"
             raise RLHFError("C01", text, hint=did_you_mean(name, known))
-    settings = {name: value for name, value in fields.items() if name != "model_type"}
     with _translate_field_errors():
         return AutoConfig.for_model(model_type, **settings, **from_tokenizer)
 
@@ -130,10 +131,12 @@ def check_headers(auto_class: Any, folder: Path, config: Any) -> tuple[str, ...]
     """
     if getattr(config, "quantization_config", None) or getattr(config, "auto_map", None):
         return ()
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors") and path.is_file())
-    stats = [(path.name, path.stat()) for path in files]
-    versions = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-    key = (auto_class, config.num_labels, folder, versions)
+    versions = []
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".safetensors") and path.is_file():
+            stat = path.stat()
+            versions.append((path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    key = (auto_class, config.num_labels, folder, tuple(versions))
     if key not in _checked:
         model, report = _load_on_meta(auto_class, folder, config)
         _checked[key] = require_fit(folder, model, report, auto_class, config)
@@ -141,24 +144,36 @@ def check_headers(auto_class: Any, folder: Path, config: Any) -> tuple[str, ...]
 
 
 def _load_on_meta(auto_class: Any, folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
-    state: dict[str, torch.Tensor] = {}
     files = weight_files(folder)
     if not files:
         raise RLHFError("M01", f"{shown(folder)} has no weights (model.safetensors)")
+    state: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, "pt") as file:
             for name in list(file.keys()):
-                state[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
+                shape = file.get_slice(name).get_shape()
+                state[name] = torch.empty(shape, device="meta")
+
     model = _from_config(auto_class, copy.deepcopy(config), dtype="float32")
     with sharding.zero3_disabled():
         return type(model).from_pretrained(
-            None, config=model.config, state_dict=state, device_map={"": "meta"}, dtype=torch.float32,
-            ignore_mismatched_sizes=True, output_loading_info=True, local_files_only=True,
-        )  # fmt: skip
+            None,
+            config=model.config,
+            state_dict=state,
+            device_map={"": "meta"},
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            local_files_only=True,
+        )
 
 
 def require_fit(
-    folder: Path | str, model: Any, report: dict[str, Any], auto_class: Any, config: Any
+    folder: Path | str,
+    model: Any,
+    report: dict[str, Any],
+    auto_class: Any,
+    config: Any,
 ) -> tuple[str, ...]:
     """Return the weights of a classifier's head that a folder lacks. Raises RLHFError M13 for other mismatches, M15.
 
@@ -168,31 +183,51 @@ def require_fit(
     Warns M18 of such towers.
     """
     require_float_formats(Path(folder), model)
-    missing, unexpected = sorted(report["missing_keys"]), set(report["unexpected_keys"])
-    classifies = auto_class is AutoModelForSequenceClassification
-    backbone = f"{model.base_model_prefix}."
-    missing_head = tuple(name for name in missing if classifies and not name.startswith(backbone))
-    if towers := _other_towers(model, config):
-        text = f"{shown(folder)}: only the text model is read, not {' and '.join(sorted(towers))}"
-        terminal.warn("M18", text, hint="no model that is made from it reads images or sound")
-    if unexpected:
-        backbone_complete = not missing if is_classifier(config) else missing == list(missing_head)
-        other_heads = _other_heads(model, unexpected) if classifies and backbone_complete else set()
-        unexpected = {
-            name for name in unexpected - other_heads
-            if not (name.startswith(VALUE_HEAD) or name.endswith(BUFFERS) or towers & set(name.split(".")))
-        }  # fmt: skip
-    shapes = sorted(report["mismatched_keys"])
-    reshaped = [f"{name} {list(stored)}, not {list(expected)}" for name, stored, expected in shapes]
+    missing = sorted(report["missing_keys"])
+    missing_head: list[str] = []
+    if auto_class is AutoModelForSequenceClassification:
+        backbone = f"{model.base_model_prefix}."
+        missing_head = [name for name in missing if not name.startswith(backbone)]
     missing_backbone = [name for name in missing if name not in missing_head]
+    unexpected = _unexpected_weights(folder, model, report, auto_class, config)
+    reshaped = [f"{name} {list(stored)}, not {list(own)}" for name, stored, own in sorted(report["mismatched_keys"])]
     if not (missing_backbone or unexpected or reshaped):
-        return missing_head
+        return tuple(missing_head)
+
     # The head of a reward model that is trained from a causal LM is new.
-    missing = [*missing_head, *missing_backbone] if is_classifier(config) else missing_backbone
-    groups = {"missing": missing, "not in the model": sorted(unexpected), "of another shape": reshaped}
-    listed = "; ".join(f"{len(names)} {group} ({first_names(names)})" for group, names in groups.items() if names)
+    unfit = {
+        "missing": [*missing_head, *missing_backbone] if is_classifier(config) else missing_backbone,
+        "not in the model": unexpected,
+        "of another shape": reshaped,
+    }
+    listed = "; ".join(f"{len(names)} {group} ({first_names(names)})" for group, names in unfit.items() if names)
     text = f"{shown(folder)}: the weights do not fit config.json: {listed}"
     raise RLHFError("M13", text, hint="copy or download the folder again: weights and config.json must be of one model")
+
+
+def _unexpected_weights(
+    folder: Path | str,
+    model: Any,
+    report: dict[str, Any],
+    auto_class: Any,
+    config: Any,
+) -> list[str]:
+    """Return the weights in a folder that `require_fit` does not intend to be left out. Warns M18."""
+    towers = _other_towers(model, config)
+    if towers:
+        text = f"{shown(folder)}: only the text model is read, not {' and '.join(sorted(towers))}"
+        terminal.warn("M18", text, hint="no model that is made from it reads images or sound")
+
+    names = set(report["unexpected_keys"])
+    backbone = f"{model.base_model_prefix}."
+    relevant = [name for name in report["missing_keys"] if is_classifier(config) or name.startswith(backbone)]
+    if names and auto_class is AutoModelForSequenceClassification and not relevant:  # the backbone is complete
+        names -= _other_heads(model, names)
+    return sorted(
+        name
+        for name in names
+        if not name.startswith(VALUE_HEAD) and not name.endswith(BUFFERS) and towers.isdisjoint(name.split("."))
+    )
 
 
 def check_tied_embeddings(folder: Path | str, model: Any) -> None:
@@ -230,8 +265,10 @@ def can_load_bf16(folder: Path, config: Any) -> bool:
                 return False
     if getattr(config, "auto_map", None):  # custom code
         return False
-    buffers = empty_model(AutoModel, config).named_buffers()
-    return not any(buffer.is_floating_point() and not name.endswith("inv_freq") for name, buffer in buffers)
+    for name, buffer in empty_model(AutoModel, config).named_buffers():
+        if buffer.is_floating_point() and not name.endswith("inv_freq"):
+            return False
+    return True
 
 
 def disable_router_logits(model: Any) -> None:
@@ -256,7 +293,10 @@ def scores_by_one_matrix(config: Any) -> bool:
     """Return True if the sequence classifier of a config's family has a linear `score`, or is custom code."""
     if getattr(config, "auto_map", None):
         return True
-    return has_classifier(config) and isinstance(getattr(reward_model_from_config(config), "score", None), nn.Linear)
+    if not has_classifier(config):
+        return False
+    model = reward_model_from_config(config)
+    return isinstance(getattr(model, "score", None), nn.Linear)
 
 
 def require_classifier(config: Any) -> None:
@@ -274,8 +314,13 @@ def is_classifier(config: Any) -> bool:
 
 def _other_heads(model: Any, unexpected: set[str]) -> set[str]:
     """Return the names of other tasks' heads, under any name, and of a pooler; the backbone must be complete."""
-    backbone = {model.base_model_prefix, *(name for name, _ in model.base_model.named_children())}
-    return {name for name in unexpected if name.split(".")[0] not in backbone or "pooler" in name.split(".")}
+    backbone = {model.base_model_prefix, *dict(model.base_model.named_children())}
+    heads = set()
+    for name in unexpected:
+        parts = name.split(".")
+        if parts[0] not in backbone or "pooler" in parts:
+            heads.add(name)
+    return heads
 
 
 def _other_towers(model: Any, config: Any) -> set[str]:

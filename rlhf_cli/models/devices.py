@@ -28,8 +28,9 @@ def set_num_threads(parameters: int) -> None:
     Their matrices are too small to parallelise: on two busy cores the demo's base model (0.6 M parameters) ran 1.2
     steps per second with two threads and 10.9 with one.
     """
-    small = parameters < SMALL_MODEL_PARAMETERS and device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ
-    torch.set_num_threads(1 if small else DEFAULT_THREADS)
+    is_small = parameters < SMALL_MODEL_PARAMETERS and _on_cpu()
+    chooses = "OMP_NUM_THREADS" not in os.environ
+    torch.set_num_threads(1 if is_small and chooses else DEFAULT_THREADS)
 
 
 def device() -> torch.device:
@@ -96,15 +97,18 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 def measure_cpu_share(function: Callable[[], T]) -> tuple[T, float]:
     """Return a function's result and the share of its time that this thread used the CPU; 1 on a GPU."""
-    wall_start, cpu_start = time.perf_counter(), time.thread_time()
+    wall_start = time.perf_counter()
+    cpu_start = time.thread_time()
     result = function()
-    share = (time.thread_time() - cpu_start) / (time.perf_counter() - wall_start)
-    return result, share if device().type == "cpu" else 1.0
+    cpu_time = time.thread_time() - cpu_start
+    share = cpu_time / (time.perf_counter() - wall_start)
+    return result, share if _on_cpu() else 1.0
 
 
-def autocast(*, bf16: bool) -> torch.autocast:
-    """Return the context manager in which models compute in bfloat16, if set."""
-    return torch.autocast(device().type, dtype=torch.bfloat16, enabled=bf16)
+def autocast(*, bf16: bool | None, on: torch.device | None = None) -> torch.autocast:
+    """Return the context manager in which models `on` a device, by default `device`, compute in bfloat16, if set."""
+    where = on or device()
+    return torch.autocast(where.type, dtype=torch.bfloat16, enabled=bool(bf16))
 
 
 def _on_cpu() -> bool:
@@ -121,17 +125,26 @@ def warn_unsupported(config: Config) -> None:
         if dtype != "auto" and not supports_dtype(dtype):
             text = f"{dtype} does not work on {device_name()}, float32 is used"
             terminal.warn("E01", text, where=config.where(key), hint=f"leave {key} out")
-    if isinstance(config, PPOConfig) and config.ppo.offload and _on_cpu():
-        text = "offload moves models from a GPU to CPU memory, and this machine has no GPU: it has no effect"
-        terminal.warn("E01", text, where=config.where("ppo.offload"), hint="leave ppo.offload out")
-    if isinstance(config, PPOConfig) and config.ppo.fsdp and distributed.world_size() == 1:
-        text = "fsdp shards models over several processes, and this is one process: it has no effect"
-        terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint="start several: --nproc N")
-    elif isinstance(config, PPOConfig) and config.ppo.fsdp == "hybrid" and distributed.num_machines() == 1:
-        text = f"fsdp: hybrid replicates models over machines, and all {distributed.world_size()} processes are on one"
-        hint = "ppo.fsdp: true is the same; a launcher for several machines sets LOCAL_WORLD_SIZE"
-        terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint=hint)
+
+    if isinstance(config, PPOConfig):
+        _warn_unused(config)
     if adapter_kind(config) == "qlora" and _on_cpu():
         text = f"weights in 4 bits work on {device_name()}, but slowly"
         where = config.where(f"{section}.adapters.kind")
         terminal.warn("E02", text, where=where, hint="lora is faster if the weights fit in memory without quantization")
+
+
+def _warn_unused(config: PPOConfig) -> None:
+    """Warn of E01 for offload without a GPU, and for fsdp without several processes or machines."""
+    processes = distributed.world_size()
+    fsdp = config.ppo.fsdp
+    if config.ppo.offload and _on_cpu():
+        text = "offload moves models from a GPU to CPU memory, and this machine has no GPU: it has no effect"
+        terminal.warn("E01", text, where=config.where("ppo.offload"), hint="leave ppo.offload out")
+    if fsdp and processes == 1:
+        text = "fsdp shards models over several processes, and this is one process: it has no effect"
+        terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint="start several: --nproc N")
+    elif fsdp == "hybrid" and distributed.num_machines() == 1:
+        text = f"fsdp: hybrid replicates models over machines, and all {processes} processes are on one"
+        hint = "ppo.fsdp: true is the same; a launcher for several machines sets LOCAL_WORLD_SIZE"
+        terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint=hint)

@@ -22,10 +22,11 @@ from torch.nn import functional as F
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, packing
-from rlhf_cli.models.batch import MicroBatch, Rollout, split_into_micro_batches
+from rlhf_cli.models.batch import MicroBatch, Rollout, slices, split_into_micro_batches
 from rlhf_cli.progress import track_progress
 
-MAX_LOGITS, MIN_CHUNK_TOKENS = 2**27, 64  # of `logit_chunks`
+MAX_LOGITS = 2**27  # in a chunk of `logit_chunks`
+MIN_CHUNK_TOKENS = 64
 
 
 class ValueHead(nn.Module):
@@ -52,8 +53,8 @@ def response_hidden_states(model: Any, micro: MicroBatch) -> Tensor:
 
 
 def _states_before_responses(backbone: Any, micro: MicroBatch) -> Tensor:
-    # A row's last token is not passed to the model.
-    return packing.hidden_states_at(backbone, micro.ids, micro.lengths - 1, micro.row_index, micro.logit_position)
+    lengths = micro.lengths - 1  # a row's last token is not passed to the model
+    return packing.hidden_states_at(backbone, micro.ids, lengths, row=micro.row_index, column=micro.logit_position)
 
 
 def lm_head_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ def logit_chunk_size(vocabulary: int) -> int:
 def logit_chunks(model: Any, num_tokens: int) -> list[slice]:
     """Return slices of tokens whose logits (tokens, V) are computed together: all, unless they are very many."""
     size = logit_chunk_size(model.config.get_text_config().vocab_size)
-    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+    return slices(num_tokens, size)
 
 
 def _head_scores(model: Any, hidden: Tensor) -> Tensor:
@@ -106,7 +107,9 @@ def _head_scores(model: Any, hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):  # rounding a score to bfloat16 would lose two digits
         raw = model.score(hidden.to(model.score.weight.dtype))[:, 0]
     raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
-    return (raw - getattr(model.config, "reward_mean", 0.0)) / getattr(model.config, "reward_std", 1.0)
+    mean = getattr(model.config, "reward_mean", 0.0)
+    std = getattr(model.config, "reward_std", 1.0)
+    return (raw - mean) / std
 
 
 def response_values(model: nn.Module, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
@@ -122,14 +125,16 @@ def pooled_scores(model: Any, micro: MicroBatch, end_token_id: int | None = None
     `end_token_id` ends the pairs that the model was trained on. If it is the model's pad token, too, or is not known,
     the score is read where transformers pools it, and trained this model: at the last token that is not the pad token.
     """
-    columns = torch.arange(micro.ids.shape[1], device=micro.ids.device)
-    counts = columns < micro.lengths[:, None]
+    ids = micro.ids
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    counts = columns < micro.lengths[:, None]  # (n, L)
     pad_id = build.pad_token_id(model.config)
     if pad_id is not None and end_token_id in (pad_id, None):
-        counts &= micro.ids != pad_id
+        counts &= ids != pad_id
     last = torch.where(counts, columns, 0).amax(1)
-    rows = torch.arange(len(micro.rows), device=micro.ids.device)
-    return _head_scores(model, packing.hidden_states_at(model.base_model, micro.ids, micro.lengths, rows, last))
+    rows = torch.arange(len(ids), device=ids.device)
+    hidden = packing.hidden_states_at(model.base_model, ids, micro.lengths, row=rows, column=last)
+    return _head_scores(model, hidden)
 
 
 @torch.no_grad()
@@ -150,19 +155,31 @@ def rollout_scores(
     Raises RLHFError M06 for an id without embedding, which a policy with more embeddings may generate.
     """
     rollout = rollout.with_one_end(end_token_ids)
-    end_token_id = next(iter(end_token_ids), None)
+    end_token_id = end_token_ids[0] if end_token_ids else None
     if closing_ids and end_token_id is not None:
         rollout = rollout.with_closed_turns(end_token_id, closing_ids)
-    size = model.get_input_embeddings().weight.shape[0]
-    if len(rollout) and (largest := int((rollout.ids * rollout.mask).max())) >= size:
-        text = f"a row to score contains the token {largest}, and the reward model has {size} embeddings"
-        raise RLHFError("M06", text, hint="train the reward model from the SFT model")
-    scores = torch.empty(len(rollout), device=rollout.ids.device)
-    all_rows, packed = torch.arange(len(rollout), device=rollout.ids.device), packing.is_enabled(model)
-    split = split_into_micro_batches(rollout.lengths, all_rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
-    for rows in track_progress("score: micro-batch", split):
+    _require_embeddings(model, rollout)
+
+    device = rollout.ids.device
+    micro_batches = split_into_micro_batches(
+        rollout.lengths,
+        torch.arange(len(rollout), device=device),
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        packed=packing.is_enabled(model),
+    )
+    scores = torch.empty(len(rollout), device=device)
+    for rows in track_progress("score: micro-batch", micro_batches):
         scores[rows] = pooled_scores(model, rollout.micro_batch(rows), end_token_id)
     return scores
+
+
+def _require_embeddings(model: Any, rollout: Rollout) -> None:
+    size = model.get_input_embeddings().weight.shape[0]
+    largest = int((rollout.ids * rollout.mask).max()) if len(rollout) else 0
+    if largest >= size:
+        text = f"a row to score contains the token {largest}, and the reward model has {size} embeddings"
+        raise RLHFError("M06", text, hint="train the reward model from the SFT model")
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -170,7 +187,8 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or (is_dropout and name == "p")):
+            is_rate = "drop" in name or (is_dropout and name == "p")
+            if is_rate and isinstance(value, float):
                 setattr(module, name, 0.0)
     model.eval()
 
@@ -226,15 +244,18 @@ class _InPlaceEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, layer: nn.Embedding) -> Tensor:
-        ctx.ids, ctx.layer = ids, layer
+        ctx.ids = ids
+        ctx.layer = layer
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        token_ids, layer = ctx.ids.flatten(), ctx.layer
+        layer = ctx.layer
+        token_ids = ctx.ids.flatten()
         rows = gradients[0].flatten(0, -2)
         if layer.padding_idx is not None:  # not trained
-            rows = rows.masked_fill((token_ids == layer.padding_idx)[:, None], 0)
+            is_padding = token_ids == layer.padding_idx
+            rows = rows.masked_fill(is_padding[:, None], 0)
         _accumulate(layer.weight, lambda total: _add_rows(total, token_ids, rows))
         return None, None, None
 
@@ -252,7 +273,8 @@ def _accumulate(weight: Any, add: Callable[[Tensor], Any]) -> None:
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     add(weight.grad)
-    for hook in (weight._post_accumulate_grad_hooks or {}).values():
+    hooks = weight._post_accumulate_grad_hooks or {}
+    for hook in hooks.values():
         hook(weight)
 
 
@@ -269,11 +291,14 @@ def float32_logits(*models: Any) -> Iterator[None]:
 
 
 def _replace_forward(
-    layer: Any, forwards: Mapping[type, Callable[[Any], Callable[..., Tensor]]], undo: ExitStack
+    layer: Any,
+    forwards: Mapping[type, Callable[[Any], Callable[..., Tensor]]],
+    undo: ExitStack,
 ) -> None:
     """Override the class's method by the one for this class of layers, unless it has been overridden."""
-    if type(layer) in forwards and "forward" not in vars(layer):
-        layer.forward = forwards[type(layer)](layer)
+    new_forward = forwards.get(type(layer))
+    if new_forward and "forward" not in vars(layer):
+        layer.forward = new_forward(layer)
         undo.callback(delattr, layer, "forward")
 
 
@@ -281,19 +306,23 @@ class _Head:
     """Forward of an output head (V, H) with logits in float32 or wider; `in_place`: adds its gradient in place."""
 
     def __init__(self, layer: nn.Linear, *, in_place: bool = False):
-        self.layer, self.in_place = layer, in_place
+        self.layer = layer
+        self.in_place = in_place
         self.cast: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        in_place = self.in_place and hidden.requires_grad and torch.is_grad_enabled()
-        weight, bias = self._operand(detach=in_place or not torch.is_grad_enabled()), self.layer.bias
+        has_gradient = torch.is_grad_enabled()
+        in_place = self.in_place and hidden.requires_grad and has_gradient
+        weight = self._operand(detach=in_place or not has_gradient)
+        bias = self.layer.bias
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.to(weight.dtype)
-            if weight.dtype in (torch.bfloat16, torch.float16):
-                logits = _Float32Product.apply(hidden, weight)
-                logits = logits if bias is None else logits + bias.float()
-            else:
+            if weight.dtype not in (torch.bfloat16, torch.float16):
                 logits = F.linear(hidden, weight, bias)
+            else:
+                logits = _Float32Product.apply(hidden, weight)
+                if bias is not None:
+                    logits = logits + bias.float()
         if in_place:
             logits.register_hook(partial(self._accumulate, hidden.detach()))
         return logits
@@ -304,18 +333,21 @@ class _Head:
         kind = weight.device.type
         if kind == "cpu" or not torch.is_autocast_enabled(kind):
             return weight.detach() if detach else weight
+        dtype = torch.get_autocast_dtype(kind)
         if not detach:
-            return weight.to(torch.get_autocast_dtype(kind))
+            return weight.to(dtype)
         if self.cast is None:
-            self.cast = weight.detach().to(torch.get_autocast_dtype(kind))
+            self.cast = weight.detach().to(dtype)
         return self.cast
 
     def _accumulate(self, hidden: Tensor, gradient: Tensor) -> None:
-        left, right = gradient.flatten(0, -2).t().to(hidden.dtype), hidden.flatten(0, -2)
-        if hidden.dtype == self.layer.weight.dtype:
-            _accumulate(self.layer.weight, lambda total: total.addmm_(left, right))
+        left = gradient.flatten(0, -2).t().to(hidden.dtype)
+        right = hidden.flatten(0, -2)
+        weight = self.layer.weight
+        if hidden.dtype == weight.dtype:
+            _accumulate(weight, lambda total: total.addmm_(left, right))
         else:
-            _accumulate(self.layer.weight, lambda total: total.add_(left @ right))
+            _accumulate(weight, lambda total: total.add_(left @ right))
 
 
 class _Float32Product(torch.autograd.Function):
@@ -329,15 +361,20 @@ class _Float32Product(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         if hidden.device.type == "cpu":
             return hidden.float() @ weight.float().t()
-        return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
+        product = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+        return product.unflatten(0, hidden.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight = ctx.saved_tensors
         gradient = gradient.to(weight.dtype)
-        to_hidden = gradient @ weight if ctx.needs_input_grad[0] else None
-        left = gradient.flatten(0, -2).t()
-        return to_hidden, left @ hidden.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        to_hidden = None
+        to_weight = None
+        if ctx.needs_input_grad[0]:
+            to_hidden = gradient @ weight
+        if ctx.needs_input_grad[1]:
+            to_weight = gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
+        return to_hidden, to_weight
 
 
 IN_PLACE_FORWARD: dict[type, Callable[[Any], Callable[..., Tensor]]] = {

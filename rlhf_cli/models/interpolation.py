@@ -34,13 +34,16 @@ def scales_exactly(policy: Parent) -> bool:
 
 def require_same_weights(policy: Any, sft: Any) -> None:
     """Raise RLHFError C17 if two models differ in the names or shapes of their weights."""
-    ours, theirs = ({name: list(weight.shape) for name, weight in m.named_parameters()} for m in (policy, sft))
-    if ours == theirs:
-        return
-    name = next(name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name))
-    shapes = f"{name} is {ours.get(name, 'missing')}, in the SFT model {theirs.get(name, 'missing')}"
-    text = f"a policy with other weights than the SFT model cannot be interpolated: {shapes}"
-    raise RLHFError("C17", text, hint="only a policy that was trained from this SFT model can be interpolated")
+    ours = {name: list(weight.shape) for name, weight in policy.named_parameters()}
+    theirs = {name: list(weight.shape) for name, weight in sft.named_parameters()}
+    for name in {**theirs, **ours}:
+        own = ours.get(name, "missing")
+        other = theirs.get(name, "missing")
+        if own != other:
+            text = "a policy with other weights than the SFT model cannot be interpolated: "
+            text += f"{name} is {own}, in the SFT model {other}"
+            hint = "only a policy that was trained from this SFT model can be interpolated"
+            raise RLHFError("C17", text, hint=hint)
 
 
 def check_interpolation(policy: Parent, sft: Parent, trust_remote_code: bool) -> None:

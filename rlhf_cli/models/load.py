@@ -6,6 +6,7 @@ weights), M08 (custom code), M13 (weights that do not fit the config), M15 (othe
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -43,8 +44,12 @@ class LoadOptions(TypedDict, total=False):
 
 def load_kwargs(section: ModelSection, trust_remote_code: bool, *, bf16_matrices: bool = False) -> dict[str, Any]:
     """Return the keyword arguments of the load functions for a config section."""
-    options = {"dtype": section.dtype, "attn_implementation": section.attn_implementation}
-    return {**options, "trust_remote_code": trust_remote_code, "bf16_matrices": bf16_matrices}
+    return {
+        "dtype": section.dtype,
+        "attn_implementation": section.attn_implementation,
+        "trust_remote_code": trust_remote_code,
+        "bf16_matrices": bf16_matrices,
+    }
 
 
 def context_length(config: Any) -> int | None:
@@ -56,8 +61,10 @@ def context_length(config: Any) -> int | None:
 def max_prompt_tokens(config: Any, response_length: int, where: str) -> int | None:
     """Return context length minus `response_length`; None without a limit. Raises RLHFError C13 at `where` below 1."""
     context = context_length(config)
-    if context is None or response_length < context:
-        return context and context - response_length
+    if context is None:
+        return None
+    if response_length < context:
+        return context - response_length
     text = f"response_length {response_length} leaves no room for a prompt in the model's context of {context} tokens"
     raise RLHFError("C13", text, where=where, hint=f"lower it by at least {response_length - context + 1}")
 
@@ -113,14 +120,17 @@ def read_classifier_config(folder: Path | str, trust_remote_code: bool = False) 
     """Return the config of a sequence classifier's folder. Raises RLHFError M02 without a head."""
     config = read_config(folder, trust_remote_code)
     if not build.is_classifier(config):
-        raise _no_head(folder, f"it is a {(config.architectures or [config.model_type])[0]}")
-    _require_head(folder, _missing_head(AutoModelForSequenceClassification, folder, config, trust_remote_code))
+        kinds = config.architectures or [config.model_type]
+        raise _no_head(folder, f"it is a {kinds[0]}")
+    missing = _missing_head(AutoModelForSequenceClassification, folder, config, trust_remote_code)
+    _require_head(folder, missing)
     return config
 
 
 def init_reward_model(folder: Path | str, **options: Unpack[LoadOptions]) -> Any:
     """Load a causal LM's backbone with a new random one-label head; a one-label classifier keeps its head."""
-    if build.is_classifier(read_init_config(folder, options.get("trust_remote_code", False))):
+    config = read_init_config(folder, options.get("trust_remote_code", False))
+    if build.is_classifier(config):
         return load_reward_model(folder, **options)
     return _load(AutoModelForSequenceClassification, folder, options, num_labels=1)[0]
 
@@ -168,11 +178,11 @@ def reward_model_from_backbone(causal_lm: Any, head: torch.nn.Linear) -> Any:
 
 def load_unmerged(folder: Path | str, *, trust_remote_code: bool = False) -> Any:
     """Load a stage's float32 model on the CPU; with adapters as a peft model, not merged into the base weights."""
-    config = read_config(folder, trust_remote_code)
+    is_classifier = build.is_classifier(read_config(folder, trust_remote_code))
     if runs.find_base(Path(folder)) is None:
-        load_model = load_reward_model if build.is_classifier(config) else load_causal_lm
+        load_model = load_reward_model if is_classifier else load_causal_lm
         return load_model(folder, trust_remote_code=trust_remote_code)
-    auto_class = AutoModelForSequenceClassification if build.is_classifier(config) else AutoModelForCausalLM
+    auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
     model, missing = _load(auto_class, folder, LoadOptions(trust_remote_code=trust_remote_code), merge=False)
     _require_head(folder, missing)
     return model
@@ -201,9 +211,13 @@ def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
 def read_eos_token_ids(folder: Path | str) -> list[int]:
     """Return the tokens that end a text by the generation config of a folder's model, or else by its config."""
     place = config_folder(Path(folder))
-    read = [read_json_object(place / name) or {} for name in ("generation_config.json", "config.json")]
-    known: Any = next((each["eos_token_id"] for each in read if each.get("eos_token_id") is not None), [])
-    return [each for each in (known if isinstance(known, list) else [known]) if isinstance(each, int) and each >= 0]
+    for name in ("generation_config.json", "config.json"):
+        settings = read_json_object(place / name) or {}
+        known = settings.get("eos_token_id")
+        if known is not None:
+            ids = known if isinstance(known, list) else [known]
+            return [token for token in ids if isinstance(token, int) and token >= 0]
+    return []
 
 
 def config_folder(folder: Path) -> Path:
@@ -226,11 +240,13 @@ def lost_weights(model: Any, folder: Path) -> str:
 
 
 def _refuse_oversized(path: Path) -> None:
+    """Raise RLHFError M01 for a config with more layers or experts than any model has."""
     settings = read_json_object(path) or {}
-    for section in (settings, *(value for value in settings.values() if isinstance(value, dict))):
-        for name, value in section.items():
-            limit = next((n for kind, n in MAX_COUNTS.items() if name.removesuffix("s").endswith(kind)), None)
-            if limit is not None and isinstance(value, int) and value > limit:
+    sections = [settings, *(value for value in settings.values() if isinstance(value, dict))]
+    for name, value in chain.from_iterable(section.items() for section in sections):
+        for kind, limit in MAX_COUNTS.items():
+            is_count = name.removesuffix("s").endswith(kind) and isinstance(value, int)
+            if is_count and value > limit:
                 text = f"{name} is {value}, and no model has more than {limit}"
                 raise RLHFError("M01", text, where=shown(path), hint="copy or download config.json again")
 
@@ -269,38 +285,69 @@ def _load_with_head(folder: Path | str, options: LoadOptions) -> Any:
 
 
 def _load(
-    auto_class: Any, folder: Path | str, options: LoadOptions, *, merge: bool = True, num_labels: int | None = None
+    auto_class: Any,
+    folder: Path | str,
+    options: LoadOptions,
+    *,
+    merge: bool = True,
+    num_labels: int | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the model, with adapters merged or as a peft model, and the weights that a classifier's head lacks."""
-    trust_remote_code = options.get("trust_remote_code", False)
-    config = read_config(folder, trust_remote_code)
-    base, empty = runs.find_base(Path(folder)), options.get("empty", False)
-    if base is not None and not empty:
-        num_labels = config.num_labels if build.is_classifier(config) else num_labels
-        model, missing = _load(auto_class, base, options, num_labels=num_labels)
-        lora.grow_embeddings(model, config.get_text_config().vocab_size)
-        if merge:
-            lora.merge_adapter(model, Path(folder), config)
-        else:
-            model = lora.load_adapter(model, Path(folder), config, base)
-        return model, tuple(sorted(set(missing) - lora.head_weights(Path(folder))))
-    dtype, attention = options.get("dtype", "auto"), options.get("attn_implementation")
-    settings = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
+    config = read_config(folder, options.get("trust_remote_code", False))
+    base = runs.find_base(Path(folder))
+    if base is None or options.get("empty", False):
+        return _load_whole(auto_class, folder, config, options, num_labels)
+
+    if build.is_classifier(config):
+        num_labels = config.num_labels
+    model, missing = _load(auto_class, base, options, num_labels=num_labels)
+    lora.grow_embeddings(model, config.get_text_config().vocab_size)
+    if merge:
+        lora.merge_adapter(model, Path(folder), config)
+    else:
+        model = lora.load_adapter(model, Path(folder), config, base)
+    lacking = set(missing) - lora.head_weights(Path(folder))
+    return model, tuple(sorted(lacking))
+
+
+def _load_whole(
+    auto_class: Any,
+    folder: Path | str,
+    config: Any,
+    options: LoadOptions,
+    num_labels: int | None,
+) -> tuple[Any, tuple[str, ...]]:
+    """Return the model of a folder without adapters, and the weights that a classifier's head lacks."""
+    dtype = options.get("dtype", "auto")
+    attention = options.get("attn_implementation")
+    settings: dict[str, Any] = {
+        "attn_implementation": attention,
+        "trust_remote_code": options.get("trust_remote_code", False),
+    }
+    missing: tuple[str, ...] = ()
     with _translate_load_errors(folder):
-        loaded_dtype = devices.resolve_dtype(dtype)
-        narrow = options.get("bf16_matrices", False) and not empty and loaded_dtype == torch.float32
-        narrow = narrow and build.can_load_bf16(Path(folder), config)
-        if empty:
-            model, missing = build.empty_model(auto_class, config, dtype=dtype, **settings), ()
+        if options.get("empty", False):
+            model = build.empty_model(auto_class, config, dtype=dtype, **settings)
         else:
+            if num_labels is not None:
+                settings["num_labels"] = num_labels
+            loaded_dtype = devices.resolve_dtype(dtype)
+            narrows = options.get("bf16_matrices", False) and loaded_dtype == torch.float32
+            if narrows and build.can_load_bf16(Path(folder), config):
+                loaded_dtype = torch.bfloat16
             model, report = auto_class.from_pretrained(
-                folder, dtype=torch.bfloat16 if narrow else loaded_dtype, use_safetensors=True, local_files_only=True,
-                output_loading_info=True, **settings, **({} if num_labels is None else {"num_labels": num_labels}),
-            )  # fmt: skip
+                folder,
+                dtype=loaded_dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                **settings,
+            )
             missing = build.require_fit(folder, model, report, auto_class, config)
             build.check_tied_embeddings(folder, model)
-    if narrow:
-        lora.widen_all_but_matrices(model)
+            if narrows and loaded_dtype == torch.bfloat16:
+                lora.widen_all_but_matrices(model)
+
     build.disable_router_logits(model)
     devices.set_num_threads(model.num_parameters())
     if attention is None:
@@ -310,8 +357,9 @@ def _load(
 
 def _log_eager_attention(model: Any) -> None:
     """Log on a GPU that transformers chose attention whose memory is quadratic (soft-capping, sinks)."""
-    if devices.device().type == "cuda" and model.config._attn_implementation == "eager":
-        text = f"transformers computes the attention of {model.config.model_type} by `eager`"
+    config = model.config
+    if devices.device().type == "cuda" and config._attn_implementation == "eager":
+        text = f"transformers computes the attention of {config.model_type} by `eager`"
         hint = "attn_implementation: flex_attention may need less"
         terminal.log_once(f"models   {text}: (rows, heads, length, length) numbers a layer; {hint}")
 

@@ -74,14 +74,20 @@ def check_adapters(config: TRLConfig | PPOConfig, model_config: Any) -> None:
 
     Logs which share of the model's matrices the adapters reach, if they are meant for all; warns (C18) below half.
     """
-    key, model = ("models", config.models) if isinstance(config, PPOConfig) else ("model", config.model)
-    key, settings = f"{key}.adapters", model.adapters
+    if isinstance(config, PPOConfig):
+        key = "models.adapters"
+        settings = config.models.adapters
+    else:
+        key = "model.adapters"
+        settings = config.model.adapters
     if settings is None or getattr(model_config, "auto_map", None):
         return
+
     where = config.where(f"{key}.target_modules")
+    is_classifier = build.is_classifier(model_config)
+    from_config = build.reward_model_from_config if is_classifier else build.causal_lm_from_config
     with at_location(where):
-        kind = build.reward_model_from_config if build.is_classifier(model_config) else build.causal_lm_from_config
-        empty = kind(copy.deepcopy(model_config))  # which may write its dtype into the config
+        empty = from_config(copy.deepcopy(model_config))  # which may write its dtype into the config
         target_modules(empty, settings, key)
     if settings.target_modules == "all-linear":
         _report_reach(empty, key, where, four_bits=settings.kind == "qlora")
@@ -107,24 +113,27 @@ def reached_share(model: Any) -> tuple[float, list[str]]:
     Embeddings and vectors are not counted; others of less than 1 %, such as routers, are not named. transformers stores
     the experts of a layer as one array (experts, rows, columns).
     """
-    embedded = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
-    weights = {name: each for name, each in build.backbone(model).named_parameters() if each.ndim > 1}
-    sizes = {name: each.numel() for name, each in weights.items() if each not in embedded}
+    embedded = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     reached = {layer.weight for _, _, layer in linear_layers(model)}
+    total = 0
     others: dict[str, int] = {}
-    for name, size in sizes.items():
-        if weights[name] not in reached:
-            last = ".".join(name.split(".")[-2:])
-            others[last] = others.get(last, 0) + size
-    total = sum(sizes.values())
-    left_out = [name for name, size in others.items() if size >= MIN_COUNTED * total]
+    for name, weight in build.backbone(model).named_parameters():
+        if weight.ndim < 2 or weight in embedded:
+            continue
+        size = weight.numel()
+        total += size
+        if weight not in reached:
+            kind = ".".join(name.split(".")[-2:])
+            others[kind] = others.get(kind, 0) + size
+    left_out = [kind for kind, size in others.items() if size >= MIN_COUNTED * total]
     return 1 - sum(others.values()) / total, left_out
 
 
 def refuse_new_tokens(config: TRLConfig, tokenizer: Any, size_before: int) -> None:
     """Raise RLHFError C17 if a template added tokens to a tokenizer of `size_before`: adapters do not train them."""
-    if config.model.adapters is not None and len(tokenizer) > size_before:
-        names = tokenizer.convert_ids_to_tokens(list(range(size_before, len(tokenizer))))
+    size = len(tokenizer)
+    if config.model.adapters is not None and size > size_before:
+        names = tokenizer.convert_ids_to_tokens(list(range(size_before, size)))
         text = f"model.chat_template adds {' and '.join(names)}, whose embeddings adapters do not train"
         hint = "take a template of tokens that the model knows, or remove model.adapters"
         raise RLHFError("C17", text, where=config.where("model.chat_template"), hint=hint)
@@ -164,11 +173,13 @@ def add_adapters(
     quantizes = settings.kind == "qlora" and not is_quantized(model)
     if quantizes:
         quantize(model, device, bf16=bf16)
+
     names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
-    options = {name: getattr(settings, name) for name in names if name in type(settings).model_fields}
-    task = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
+    known = type(settings).model_fields
+    options = {name: getattr(settings, name) for name in names if name in known}
+    lora_config = LoraConfig(task_type=_task_type(model), target_modules=targets, **options)
     with warnings.catch_warnings(action="ignore"):  # such as the one about GPT-2's transposed weights
-        peft_model = get_peft_model(model, LoraConfig(task_type=task, target_modules=targets, **options))
+        peft_model = get_peft_model(model, lora_config)
     if quantizes:
         del model.is_loaded_in_4bit  # TRL would cast the adapters to bfloat16, which loses small updates
     if bf16:
@@ -177,15 +188,22 @@ def add_adapters(
     return peft_model
 
 
+def _task_type(model: Any) -> str:
+    return "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
+
+
 def _record_base(peft_model: Any, base: Path | str, revision: str | None) -> None:
     """Make save_pretrained() write the location of the base: a hub id, or a path relative to the saved folder."""
-    settings, save_pretrained = peft_model.peft_config["default"], peft_model.save_pretrained
+    save_pretrained = peft_model.save_pretrained
+    settings = peft_model.peft_config["default"]
     settings.revision = revision
     settings.target_modules = sorted(settings.target_modules)  # a set has no fixed order on disk
 
     def save(folder: Path | str, **options: Any) -> None:
-        path = Path(os.path.relpath(base, folder)).as_posix() if isinstance(base, Path) else base
-        settings.base_model_name_or_path = path
+        location = base
+        if isinstance(base, Path):
+            location = Path(os.path.relpath(base, folder)).as_posix()
+        settings.base_model_name_or_path = location
         # New embedding rows are recomputed from the base; peft would ask the hub whether there are any.
         save_pretrained(folder, save_embedding_layers=False, **options)
 
@@ -215,9 +233,13 @@ def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
 
 def frozen_state_keys(model: Any) -> set[str]:
     """Return the state dict keys of frozen parameters and of their 4-bit constants; tied parameters have several."""
-    names = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
-    prefixes = {key: accumulate(key.split("."), "{}.{}".format) for key in model.state_dict()}
-    return {key for key, starts in prefixes.items() if not names.isdisjoint(starts)}
+    frozen = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
+    keys = set()
+    for key in model.state_dict():
+        starts = accumulate(key.split("."), "{}.{}".format)  # "a", "a.b", "a.b.c"
+        if not frozen.isdisjoint(starts):
+            keys.add(key)
+    return keys
 
 
 def autocast_matrices(model: Any) -> None:
@@ -248,7 +270,8 @@ def has_bf16_matrices(model: Any) -> bool:
 
 def can_quantize(layer: Any) -> bool:
     """Return True if a linear layer can be stored in 4 bits."""
-    return (layer.nx if isinstance(layer, Conv1D) else layer.in_features) % BLOCK_SIZE == 0
+    width = layer.nx if isinstance(layer, Conv1D) else layer.in_features
+    return width % BLOCK_SIZE == 0
 
 
 def grow_embeddings(model: Any, vocab_size: int) -> None:
@@ -261,7 +284,8 @@ def grow_embeddings(model: Any, vocab_size: int) -> None:
         return
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        for weight in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
+        for name in ("weight", "bias"):
+            weight = getattr(layer, name, None)
             if weight is not None:
                 weight.data[before:] = weight.data[:before].mean(0)
 
@@ -279,15 +303,24 @@ def quantize(model: Any, device: torch.device, *, bf16: bool) -> None:
     """
     import bitsandbytes as bnb
 
-    compute_dtype = torch.bfloat16 if bf16 else torch.float32
-    layers = [(module, name, layer) for module, name, layer in linear_layers(model) if can_quantize(layer)]
+    layers = [each for each in linear_layers(model) if can_quantize(each[2])]
     if not layers:
         text = f"model.adapters.kind: 4 bits hold layers of a width that {BLOCK_SIZE} divides, and the model has none"
         raise RLHFError("C17", text, hint="set it to lora")
     for module, name, layer in layers:
-        weight = layer.weight.data.T if isinstance(layer, Conv1D) else layer.weight.data
+        weight = layer.weight.data
+        if isinstance(layer, Conv1D):
+            weight = weight.T
         height, width = weight.shape
-        quantized = bnb.nn.Linear4bit(width, height, layer.bias is not None, compute_dtype, True, "nf4", device="meta")
+        quantized = bnb.nn.Linear4bit(
+            width,
+            height,
+            bias=layer.bias is not None,
+            compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+            compress_statistics=True,
+            quant_type="nf4",
+            device="meta",
+        )
         quantized.weight = bnb.nn.Params4bit(weight.contiguous(), False, quant_type="nf4", compress_statistics=True)
         quantized.bias = layer.bias
         # Otherwise an evaluation on some CPUs rounds the scales to bfloat16, and a resumed run would differ.
@@ -313,13 +346,14 @@ def merge_adapter(model: Any, folder: Path, config: Any) -> None:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    peft_model = _attach(model, folder, TRAINABLE[:1], torch.float32)
-    for layer in [module for module in peft_model.modules() if isinstance(module, BaseTunerLayer)]:
-        weight = layer.get_base_layer().weight
-        dtype = weight.dtype
-        weight.data = weight.data.float()
-        layer.merge()
-        weight.data = weight.data.to(dtype)
+    peft_model = _attach(model, folder, TRAINABLE[:1])
+    for layer in list(peft_model.modules()):
+        if isinstance(layer, BaseTunerLayer):
+            weight = layer.get_base_layer().weight
+            dtype = weight.dtype
+            weight.data = weight.data.float()
+            layer.merge()
+            weight.data = weight.data.to(dtype)
     with warnings.catch_warnings(action="ignore"):  # that all are merged
         peft_model.merge_and_unload()
     model.requires_grad_(True)  # peft froze it
@@ -328,8 +362,8 @@ def merge_adapter(model: Any, folder: Path, config: Any) -> None:
 
 def load_adapter(model: Any, folder: Path, config: Any, base: Path | str, revision: str | None = None) -> Any:
     """Return a peft model of `model` and the adapter in `folder`; only adapter and head are trainable. Raises M01."""
-    peft_model = _attach(model, folder, TRAINABLE, torch.float32)
-    peft_model.peft_config["default"].task_type = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
+    peft_model = _attach(model, folder, TRAINABLE)
+    peft_model.peft_config["default"].task_type = _task_type(model)
     for name, weight in peft_model.named_parameters():
         weight.requires_grad_(any(part in name for part in TRAINABLE))
     _copy_trained_config(model, folder, config)
@@ -369,14 +403,15 @@ def copy_adapter_weights(source: Any, target: Any) -> None:
     """Copy the adapter weights of one peft model to another with the same backbone; the target keeps its head."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    target_state, source_state = (get_peft_model_state_dict(m, save_embedding_layers=False) for m in (target, source))
-    set_peft_model_state_dict(target, {**target_state, **source_state})
+    own = get_peft_model_state_dict(target, save_embedding_layers=False)
+    copied = get_peft_model_state_dict(source, save_embedding_layers=False)
+    set_peft_model_state_dict(target, {**own, **copied})
 
 
-def _attach(model: Any, folder: Path, parts: Sequence[str], dtype: torch.dtype) -> Any:
+def _attach(model: Any, folder: Path, parts: Sequence[str]) -> Any:
     """Return the peft model of a base and the adapter in `folder`. Raises RLHFError M01.
 
-    Parameters whose name contains one of `parts` are stored in `dtype`, others as their layer of the base.
+    Parameters whose name contains one of `parts` are stored in float32, others as their layer of the base.
     """
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
@@ -388,16 +423,18 @@ def _attach(model: Any, folder: Path, parts: Sequence[str], dtype: torch.dtype) 
         with warnings.catch_warnings(action="ignore"):
             # On the meta device at first: random initial weights would advance torch's generator.
             peft_model = get_peft_model(model, settings, low_cpu_mem_usage=True)
-            unexpected = set_peft_model_state_dict(peft_model, tensors, low_cpu_mem_usage=True).unexpected_keys
-            missing = [name for name, weight in peft_model.named_parameters() if weight.is_meta]
-            if unexpected or missing:
-                raise ValueError(f"{(unexpected or missing)[0]} is unknown to the model, or missing in the file")
+            result = set_peft_model_state_dict(peft_model, tensors, low_cpu_mem_usage=True)
+        missing = [name for name, weight in peft_model.named_parameters() if weight.is_meta]
+        wrong = result.unexpected_keys or missing
+        if wrong:
+            raise ValueError(f"{wrong[0]} is unknown to the model, or missing in the file")
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         text = f"{shown(folder)} does not fit its base: {str(error).partition(chr(10))[0]}"
         raise RLHFError("M01", text, hint="train the adapter again") from error
+
     for name, weight in peft_model.named_parameters():
         if any(part in name for part in parts):
-            weight.data = weight.data.to(dtype)  # peft gave it the base's, in which small updates are lost
+            weight.data = weight.data.float()  # peft gave it the base's dtype, in which small updates are lost
     set_peft_model_state_dict(peft_model, tensors)  # again, because that dtype rounded the tensors
     return peft_model
 

@@ -22,12 +22,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf_cli.models import build
+from rlhf_cli.models import build, devices
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 
 ATTN_IMPLEMENTATION = "sdpa_by_row"  # of packed models
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}  # that `_attend` computes
-TOLERANCE, TOLERANCE_BF16 = 1e-4, 0.02  # of the trial, as a share of the norm
+TOLERANCE = 1e-4  # of the trial, as a share of the norm
+TOLERANCE_BF16 = 0.02
 MAX_HEAD_SIZE = 256  # of the variable-length kernel; a multiple of 8
 WIDTH_MULTIPLE = 256  # of the longest row, for the kernel: fewer numbers for torch.compile to specialise on
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # torch 2.11
@@ -48,13 +49,16 @@ class PaddedBatch:
 
         With one token for all padding, the backward pass would add the zeros of all these cells at one address.
         """
-        width, counts = max(lengths), torch.tensor(lengths)
+        width = max(lengths)
         if min(lengths) == width:
             return cls(lengths, width)
+        counts = torch.tensor(lengths)
+        starts = counts.cumsum(0) - counts
         columns = torch.arange(width)
-        real = columns < counts[:, None]
-        source_index = ((counts.cumsum(0) - counts)[:, None] + columns % counts[:, None]).flatten()
-        return cls(lengths, width, source_index.to(device), real.flatten().nonzero()[:, 0].to(device))
+        is_real = columns < counts[:, None]  # (n, L)
+        source_index = starts[:, None] + columns % counts[:, None]
+        cell_index = is_real.flatten().nonzero()[:, 0]
+        return cls(lengths, width, source_index.flatten().to(device), cell_index.to(device))
 
     def pad(self, x: Tensor) -> Tensor:
         """(1, heads, T, D) -> (n, heads, L, D)."""
@@ -66,7 +70,9 @@ class PaddedBatch:
     def unpad(self, x: Tensor) -> Tensor:
         """(n, L, heads, D) -> (1, T, heads, D)."""
         tokens = x.flatten(0, 1)
-        return (tokens if self.cell_index is None else tokens.index_select(0, self.cell_index))[None]
+        if self.cell_index is not None:
+            tokens = tokens.index_select(0, self.cell_index)
+        return tokens[None]
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,9 @@ class PackedRows:
 
     def split(self, x: Tensor) -> Iterator[Tensor]:
         """(1, heads, T, D) -> (n, heads, L, D) of each batch."""
-        chunks = x.split([sum(batch.lengths) for batch in self.batches], dim=2)
-        return (batch.pad(chunk) for batch, chunk in zip(self.batches, chunks, strict=True))
+        sizes = [sum(batch.lengths) for batch in self.batches]
+        for batch, chunk in zip(self.batches, x.split(sizes, dim=2), strict=True):
+            yield batch.pad(chunk)
 
 
 _current: ContextVar[PackedRows | None] = ContextVar("rows", default=None)
@@ -110,11 +117,17 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Any
     if rows is None:
         return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **options)
     options["attention_mask"] = None  # no real token attends to the padding on its right
-    return replace(rows, mask=sdpa_mask(batch_size=1, q_length=rows.width, kv_length=rows.width, **options))
+    mask = sdpa_mask(batch_size=1, q_length=rows.width, kv_length=rows.width, **options)
+    return replace(rows, mask=mask)
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of packed rows if the mask is a `PackedRows`, else as transformers' `sdpa` does.
 
@@ -134,37 +147,67 @@ def _is_plain(options: dict[str, Any]) -> bool:
     return options.get("position_bias") is None and options.get("softcap") is None
 
 
-def _takes_varlen_kernel(rows: PackedRows, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+def _takes_varlen_kernel(
+    rows: PackedRows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
+) -> bool:
+    """Return True if torch's variable-length kernel computes this attention."""
     if not query.is_cuda or rows.mask is not None or not _is_plain(options):
         return False
     size = query.shape[3]
-    fits = size == key.shape[3] == value.shape[3] and size <= MAX_HEAD_SIZE and size % 8 == 0
-    return fits and _attention_dtype(query) in (torch.bfloat16, torch.float16)
+    if key.shape[3] != size or value.shape[3] != size:
+        return False
+    if size > MAX_HEAD_SIZE or size % 8:
+        return False
+    return _attention_dtype(query) in (torch.bfloat16, torch.float16)
 
 
 def _attention_dtype(query: Tensor) -> torch.dtype:
     """Return the dtype in which `sdpa` would compute: autocast's, or the query's."""
     device = query.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return query.dtype
 
 
-def _attend_varlen(rows: PackedRows, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    assert rows.ends is not None
+def _attend_varlen(
+    rows: PackedRows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend from each token to its row, without padding: (1, heads, T, D) -> (1, T, heads, D)."""
     dtype = _attention_dtype(query)
-    q, k, v = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
+    q, k, v = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))  # (T, heads, D) each
+    ends = rows.ends
+    width = rows.max_width
+    assert ends is not None
     causal: Any = {"window_size": (-1, 0), "scale": options.get("scaling"), **GROUPED_HEADS}
-    output: Any = varlen_attn(q, k, v, rows.ends, rows.ends, rows.max_width, rows.max_width, **causal)
+    output: Any = varlen_attn(q, k, v, ends, ends, width, width, **causal)
     return output[None]
 
 
 @torch.compiler.disable  # its batches differ in number and width each time
 def _attend_padded(
-    module: Any, rows: PackedRows, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    module: Any,
+    rows: PackedRows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
 ) -> Tensor:
+    """Attend within each padded batch of rows: (1, heads, T, D) -> (1, T, heads, D)."""
     outputs = []
-    for batch, *qkv in zip(rows.batches, *map(rows.split, (query, key, value)), strict=True):
-        mask = None if rows.mask is None else rows.mask[..., : batch.width, : batch.width]
-        outputs.append(batch.unpad(sdpa_attention_forward(module, *qkv, mask, **options)[0]))
+    for batch, q, k, v in zip(rows.batches, rows.split(query), rows.split(key), rows.split(value), strict=True):
+        mask = rows.mask
+        if mask is not None:
+            mask = mask[..., : batch.width, : batch.width]
+        output, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
+        outputs.append(batch.unpad(output))
     return torch.cat(outputs, dim=1)
 
 
@@ -203,11 +246,10 @@ def enable(models: Sequence[Any], process_group: ProcessGroup = SINGLE_PROCESS) 
 
 
 def _enable_after_trial(models: Sequence[Any]) -> bool:
+    """Make all models pack if each can, and gives the same hidden states; return if they do."""
     unpacked = [model for model in models if not is_enabled(model)]
-    for model in unpacked:
-        accepts_positions = "position_ids" in inspect.signature(build.backbone(model).forward).parameters
-        if model.config._attn_implementation != "sdpa" or not accepts_positions or not _attends_only(model):
-            return False
+    if not all(map(_may_pack, unpacked)):
+        return False
     expected = [_trial(model) for model in unpacked]
     for model in unpacked:
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
@@ -219,22 +261,33 @@ def _enable_after_trial(models: Sequence[Any]) -> bool:
     return False
 
 
+def _may_pack(model: Any) -> bool:
+    """Return True if a model's architecture allows a trial."""
+    parameters = inspect.signature(build.backbone(model).forward).parameters
+    if model.config._attn_implementation != "sdpa" or "position_ids" not in parameters:
+        return False
+    return _attends_only(model)
+
+
 def _attends_only(model: Any) -> bool:
     """Return True if only attention reads other tokens. Convolutions and recurrences would read the previous row."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    convolves = any(isinstance(module, nn.Conv1d) for module in build.backbone(model).modules())
-    return ATTENTION_LAYERS.issuperset(layer_types) and not convolves
+    if not ATTENTION_LAYERS.issuperset(layer_types):
+        return False
+    return not any(isinstance(module, nn.Conv1d) for module in build.backbone(model).modules())
 
 
 @torch.no_grad()
 def _trial(model: Any) -> Tensor:
-    lengths = torch.tensor([5, 2, 4], device=model.device)
-    row = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2], device=model.device)
-    column = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3], device=model.device)
-    ids = (torch.arange(15, device=model.device) % model.config.get_text_config().vocab_size).reshape(3, 5)
+    """Return the hidden states (11, H) of rows of 5, 2 and 4 tokens, padded to a batch."""
+    device = model.device
+    lengths = torch.tensor([5, 2, 4], device=device)
+    is_real = torch.arange(5, device=device) < lengths[:, None]
+    rows, columns = is_real.nonzero(as_tuple=True)
+    ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
     stored_for_autocast = any(weight.dtype == torch.bfloat16 for weight in model.parameters())  # lora.autocast_matrices
-    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=stored_for_autocast):
-        return hidden_states_at(build.backbone(model), ids, lengths, row, column)
+    with devices.autocast(bf16=stored_for_autocast, on=device):
+        return hidden_states_at(build.backbone(model), ids.reshape(3, 5), lengths, row=rows, column=columns)
 
 
 def _packs_right(model: Any, expected: Tensor) -> bool:
@@ -245,7 +298,8 @@ def _packs_right(model: Any, expected: Tensor) -> bool:
         return False
     exact = all(weight.dtype in (torch.float32, torch.float64) for weight in model.parameters())  # none of 4 bits
     tolerance = TOLERANCE if exact else TOLERANCE_BF16
-    return bool((states - expected).float().norm() <= tolerance * expected.float().norm())
+    difference = (states - expected).float().norm()
+    return bool(difference <= tolerance * expected.float().norm())
 
 
 def hidden_states_at(backbone: Any, ids: Tensor, lengths: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -254,14 +308,22 @@ def hidden_states_at(backbone: Any, ids: Tensor, lengths: Tensor, row: Tensor, c
     `lengths` (n,) are the rows' tokens, `row` and `column` (N,) the indices.
     """
     if not is_enabled(backbone):  # a causal model needs no mask for padding on the right
-        return backbone(input_ids=ids[:, : int(lengths.max())], use_cache=False).last_hidden_state[row, column]
-    starts, rows = lengths.cumsum(0) - lengths, torch.repeat_interleave(lengths)
+        width = int(lengths.max())
+        return backbone(input_ids=ids[:, :width], use_cache=False).last_hidden_state[row, column]
+
+    starts = lengths.cumsum(0) - lengths
+    rows = torch.repeat_interleave(lengths)  # row of each token, (T,)
     columns = torch.arange(len(rows), device=ids.device) - starts[rows]
-    flat, token = ids[rows, columns][None], _current.set(PackedRows.from_lengths(lengths.tolist(), ids.device))
-    try:  # with a mask of ones transformers does not derive one from the positions
+    tokens = ids[rows, columns][None]
+    packed = PackedRows.from_lengths(lengths.tolist(), ids.device)
+    reset_token = _current.set(packed)
+    try:
         output = backbone(
-            input_ids=flat, attention_mask=torch.ones_like(flat), position_ids=columns[None], use_cache=False
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),  # without it transformers derives one from the positions
+            position_ids=columns[None],
+            use_cache=False,
         )
     finally:
-        _current.reset(token)
+        _current.reset(reset_token)
     return output.last_hidden_state[0, starts[row] + column]

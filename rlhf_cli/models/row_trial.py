@@ -19,12 +19,15 @@ from torch import Tensor
 
 from rlhf_cli import system
 from rlhf_cli.errors import RLHFError, short_reason
-from rlhf_cli.models import build, forward, load, packing
+from rlhf_cli.models import build, devices, forward, load, packing
 from rlhf_cli.models.batch import left_pad, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 
-LONG_ROW, PADDING, ANSWER = 12, 6, 3  # tokens of the longer row, of padding beside the short one, of an answer
-TOLERANCE, TOLERANCE_ROUNDED = 0.01, 0.75  # with float32 weights, and with rounded ones
+LONG_ROW = 12  # tokens of the longer row
+PADDING = 6  # beside the short row
+ANSWER = 3
+TOLERANCE = 0.01  # with float32 weights
+TOLERANCE_ROUNDED = 0.75  # with rounded ones
 FLOAT32_ATTENTION = ("eager", "sdpa", "flex_attention", packing.ATTN_IMPLEMENTATION)
 
 OpenDecoder = Callable[[Tensor, Tensor], Any]  # prompt ids (B, P) and mask -> `.logits` (B, V), `.append(tokens (B,))`
@@ -54,13 +57,14 @@ def padding_problem(model: Any) -> str | None:
     rows, pad = probe_rows(model)
     ids, mask = (tensor.to(model.device) for tensor in right_pad(rows, pad))
     column = torch.arange(len(rows[0]), device=model.device)
+    first_row = torch.zeros_like(column)
     body = model.base_model if _is_scorer(model) else build.decoder(model)
 
     def masked() -> Tensor:  # as TRL's trainers
         return body(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state[0, column]
 
     def unmasked() -> Tensor:  # as the other passes
-        return packing.hidden_states_at(body, ids, mask.sum(1), torch.zeros_like(column), column)
+        return packing.hidden_states_at(body, ids, mask.sum(1), row=first_row, column=column)
 
     for form, states in (("with a mask", masked), ("without a mask", unmasked)):
         problem = _problem(model, rows[0], 0, partial(_outputs, model, states))
@@ -77,12 +81,13 @@ def generation_problem(model: Any, open_decoder: OpenDecoder) -> str | None:
     answers = torch.tensor([row[-ANSWER:] for row in rows], device=model.device)
 
     def logits() -> Tensor:
-        decoder = open_decoder(*(tensor.to(model.device) for tensor in left_pad(prompts, pad)))
-        steps = [decoder.logits]
+        ids, mask = left_pad(prompts, pad)
+        decoder = open_decoder(ids.to(model.device), mask.to(model.device))
+        steps = [decoder.logits[0]]
         for tokens in answers[:, :-1].unbind(1):
             decoder.append(tokens)
-            steps.append(decoder.logits)
-        return torch.stack(steps)[:, 0]
+            steps.append(decoder.logits[0])
+        return torch.stack(steps)
 
     return _problem(model, rows[0], len(prompts[0]) - 1, logits)
 
@@ -93,39 +98,67 @@ def probe_rows(model: Any) -> tuple[list[list[int]], int]:
     Rows have twice as many tokens as a sparse indexer selects: it reads all of a short one.
     """
     config = model.config.get_text_config()
-    length = LONG_ROW + 2 * (getattr(config, "index_topk", None) or 0)
-    length = min(length, load.context_length(model.config) or length)
-    named = {**model.config.to_dict(), **config.to_dict()}
-    special = {str(value) for name, value in named.items() if name.endswith(("token_id", "token_index"))}
-    size = config.vocab_size
-    ids = [number for number in range(size) if str(number) not in special] or list(range(size))
-    chosen = [ids[(7 * number) % len(ids)] for number in range(2 * length + 1)]
-    short = max(length - PADDING, ANSWER + 1)
-    return [chosen[:short], chosen[length:-1]], chosen[-1]
+    indexed = getattr(config, "index_topk", None) or 0
+    length = LONG_ROW + 2 * indexed
+    context = load.context_length(model.config)
+    if context is not None:
+        length = min(length, context)
+
+    special = set()
+    for name, value in {**model.config.to_dict(), **config.to_dict()}.items():
+        if name.endswith(("token_id", "token_index")):
+            special.add(str(value))
+    all_ids = list(range(config.vocab_size))
+    ids = [token for token in all_ids if str(token) not in special] or all_ids
+    chosen = [ids[7 * number % len(ids)] for number in range(2 * length + 1)]
+
+    short_row = chosen[: max(length - PADDING, ANSWER + 1)]
+    long_row = chosen[length:-1]
+    return [short_row, long_row], chosen[-1]
 
 
 def _problem(model: Any, row: Sequence[int], start: int, compute: Callable[[], Tensor]) -> str | None:
     """Return how `compute()`, the outputs (N, D) from a row's token `start` on, fails or differs from the row alone."""
-    weights = {weight.dtype for weight in model.parameters()}
-    exact = weights <= {torch.float32, torch.float64} and model.config._attn_implementation in FLOAT32_ATTENTION
+    exact = _computes_in_float32(model)
     try:
-        with _evaluation(model), torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=not exact):
+        with _evaluation(model), devices.autocast(bf16=not exact, on=model.device):
             outputs = compute().float()
-            expected = _alone(model, row)[start : start + len(outputs)].float()
+            alone = _alone(model, row)
     except Exception as error:  # each family fails in its own way
         if system.is_out_of_memory(error):
             raise
         return f"a row raises {type(error).__name__}: {short_reason(error)}"
-    own = expected - expected.mean(-1, keepdim=True)  # a softmax reads differences only
-    difference = outputs - outputs.mean(-1, keepdim=True) - own
-    if difference.norm() <= (TOLERANCE if exact else TOLERANCE_ROUNDED) * own.norm():
+
+    end = start + len(outputs)
+    expected = alone[start:end].float()
+    own = _centred(expected)
+    difference = _centred(outputs) - own
+    tolerance = TOLERANCE if exact else TOLERANCE_ROUNDED
+    if difference.norm() <= tolerance * own.norm():
         return None
+
     if _is_scorer(model):
         apart = _farthest(model.score(outputs), model.score(expected))
         return f"a row's scores differ by {apart:.2g} from the row's alone"
-    targets = torch.tensor(row[start + 1 : start + 1 + len(outputs)], device=model.device)[:, None]
-    logprobs = [logits[: len(targets)].log_softmax(-1).gather(1, targets) for logits in (outputs, expected)]
-    return f"a row's log-probs differ by {_farthest(*logprobs):.2g} nats from the row's alone"
+    targets = torch.tensor(row[start + 1 : end + 1], device=model.device)
+    apart = _farthest(_logprobs_of(targets, outputs), _logprobs_of(targets, expected))
+    return f"a row's log-probs differ by {apart:.2g} nats from the row's alone"
+
+
+def _computes_in_float32(model: Any) -> bool:
+    """Return True if neither weights nor attention round to half precision."""
+    dtypes = {weight.dtype for weight in model.parameters()}
+    return dtypes <= {torch.float32, torch.float64} and model.config._attn_implementation in FLOAT32_ATTENTION
+
+
+def _centred(outputs: Tensor) -> Tensor:
+    """Return outputs (N, D) less the mean of each row: a softmax reads differences only."""
+    return outputs - outputs.mean(-1, keepdim=True)
+
+
+def _logprobs_of(targets: Tensor, logits: Tensor) -> Tensor:
+    """Return the log-probs (n, 1) of targets (n,) by the first of the logits (N, V)."""
+    return logits[: len(targets)].log_softmax(-1).gather(1, targets[:, None])
 
 
 def _alone(model: Any, row: Sequence[int]) -> Tensor:
@@ -138,7 +171,8 @@ def _alone(model: Any, row: Sequence[int]) -> Tensor:
 
 def _outputs(model: Any, hidden_states: Callable[[], Tensor]) -> Tensor:
     """Return the outputs of hidden states (L, H): themselves, or a language model's logits (L, V)."""
-    return hidden_states() if _is_scorer(model) else forward.lm_head_logits(model, hidden_states())
+    hidden = hidden_states()
+    return hidden if _is_scorer(model) else forward.lm_head_logits(model, hidden)
 
 
 def _is_scorer(model: Any) -> bool:

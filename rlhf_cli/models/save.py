@@ -5,7 +5,7 @@ in torch.distributed.checkpoint's format.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from rlhf_cli import distributed, files, terminal
 from rlhf_cli.errors import RLHFError, first_names, short_reason, shown
 from rlhf_cli.models import load, lora, sharding
+from rlhf_cli.models.batch import stop_ids
 from rlhf_cli.models.load import config_folder
 from rlhf_cli.runs.layout import ADAPTER_WEIGHTS
 
-TENSORS, STRUCTURE, SHARDS = "tensors.safetensors", "structure.json", "shards"
+TENSORS = "tensors.safetensors"
+STRUCTURE = "structure.json"
+SHARDS = "shards"  # a folder
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
@@ -38,8 +41,12 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
         state = sharding.full_state_dict(model)
     if not distributed.is_main_process():
         return
+
     files.remove(folder)
-    model.save_pretrained(folder, **({"state_dict": state} if state else {}))
+    if state:
+        model.save_pretrained(folder, state_dict=state)
+    else:
+        model.save_pretrained(folder)
     if lora.is_peft_model(model):
         save_config(model.get_base_model(), folder)
     tokenizer.save_pretrained(folder)
@@ -51,10 +58,13 @@ def save_trained(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
     save_model(model, tokenizer, folder, card)
     if not distributed.is_main_process():
         return
+    find_lost = _lost_adapters if lora.is_peft_model(model) else load.lost_weights
     try:
-        lost = _lost_adapters(model, folder) if lora.is_peft_model(model) else load.lost_weights(model, folder)
-    except (RLHFError, OSError, SafetensorError) as error:
-        lost = error.problems[0].text if isinstance(error, RLHFError) else short_reason(error)
+        lost = find_lost(model, folder)
+    except RLHFError as error:
+        lost = error.problems[0].text
+    except (OSError, SafetensorError) as error:
+        lost = short_reason(error)
     if lost:
         text = f"{shown(folder)} does not hold the weights that were trained: {lost}"
         raise RLHFError("R21", text, hint="the last checkpoint is kept: run the same command again")
@@ -76,7 +86,9 @@ def save_untied(model: Any, tokenizer: Any, folder: Path) -> None:
     head = model.get_output_embeddings()
     if head.weight is not model.get_input_embeddings().weight:
         return
-    single, index_file = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+
+    single = folder / SAFE_WEIGHTS_NAME
+    index_file = folder / SAFE_WEIGHTS_INDEX_NAME
     if single.exists():
         first = single.rename(folder / "model-00001-of-00002.safetensors")
         with safe_open(first, "pt") as tensors:
@@ -87,10 +99,12 @@ def save_untied(model: Any, tokenizer: Any, folder: Path) -> None:
     save_file({name: head.weight.detach().cpu().clone()}, folder / "head.safetensors", {"format": "pt"})
     index["weight_map"][name] = "head.safetensors"
     index_file.write_text(json.dumps(index), encoding="utf-8")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
     for part in (config, config.get("text_config") or {}):
         part["tie_word_embeddings"] = False
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    config_file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def set_special_token_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
@@ -100,13 +114,15 @@ def set_special_token_ids(model: Any, tokenizer: Any, stop_token_id: int) -> Non
     """
     model = lora.unwrap(model)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if model.can_generate():
-        known = model.generation_config.eos_token_id
-        stops = dict.fromkeys([stop_token_id, *([known] if isinstance(known, int) else known or [])])
-        model.generation_config = GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=list(stops) if len(stops) > 1 else stop_token_id,
-        )  # fmt: skip
+    if not model.can_generate():
+        return
+    known = stop_ids(model.generation_config.eos_token_id)
+    stops = list(dict.fromkeys((stop_token_id, *known)))
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=stops if len(stops) > 1 else stop_token_id,
+    )
 
 
 def save_config(model: Any, folder: Path) -> None:
@@ -122,7 +138,8 @@ def save_tree(folder: Path, tree: Any) -> None:
 
     All processes must call it: each writes its shards, and the main process everything else.
     """
-    if shards := dict(_sharded_tensors(tree, "")):
+    shards = dict(_sharded_tensors(tree, ""))
+    if shards:
         sharding.save_shards(folder / SHARDS, shards)
     if not distributed.is_main_process():
         return
@@ -133,11 +150,20 @@ def save_tree(folder: Path, tree: Any) -> None:
 
 
 def _sharded_tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the sharded tensors of a tree by their paths."""
     if isinstance(value, torch.Tensor) and sharding.is_sharded_tensor(value):
         yield path, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, item in items:
+    for key, item in _items(value):
         yield from _sharded_tensors(item, f"{path}/{key}")
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys or positions of a container with its items; none for any other value."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    return ()
 
 
 def _encode(value: Any, tensors: dict[str, torch.Tensor], storages: set[int], path: str) -> dict[str, Any]:
@@ -146,17 +172,23 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], storages: set[int], pa
     A recursive closure in `save_tree` would keep a copy of all weights alive until the next garbage collection.
     """
     if isinstance(value, torch.Tensor) and sharding.is_sharded_tensor(value):
-        return {"shard": [path, list(value.shape), str(value.dtype).removeprefix("torch.")]}
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"shard": [path, list(value.shape), dtype]}
     if isinstance(value, torch.Tensor):
-        name, tensor = str(len(tensors)), value.detach().to("cpu").contiguous()
+        name = str(len(tensors))
+        tensor = value.detach().to("cpu").contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if storage in storages else tensor  # safetensors rejects shared storages
+        if storage in storages:  # safetensors rejects shared storages
+            tensor = tensor.clone()
         storages.add(storage)
+        tensors[name] = tensor
         return {"tensor": name}
+
+    items = [(key, _encode(item, tensors, storages, f"{path}/{key}")) for key, item in _items(value)]
     if isinstance(value, dict):
-        return {"dict": [[key, _encode(item, tensors, storages, f"{path}/{key}")] for key, item in value.items()]}
+        return {"dict": items}
     if isinstance(value, list | tuple):
-        return {type(value).__name__: [_encode(item, tensors, storages, f"{path}/{i}") for i, item in enumerate(value)]}
+        return {type(value).__name__: [item for _, item in items]}
     assert value is None or isinstance(value, bool | int | float | str), f"{type(value).__name__} has no exact form"
     return {"value": value}
 
@@ -168,8 +200,9 @@ def load_tree(folder: Path, mesh: DeviceMesh | None = None) -> Any:
     """
     tensors = load_file(folder / TENSORS)
     structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
-    if specs := {name: (shape, getattr(torch, dtype)) for name, shape, dtype in _shard_specs(structure)}:
-        tensors |= sharding.load_shards(folder / SHARDS, specs, mesh)
+    shards = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in _shard_specs(structure)}
+    if shards:
+        tensors |= sharding.load_shards(folder / SHARDS, shards, mesh)
     return _decode(structure, tensors)
 
 
@@ -177,12 +210,15 @@ def _decode(node: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
     ((kind, content),) = node.items()
     if kind == "dict":
         return {key: _decode(item, tensors) for key, item in content}
-    if kind in ("list", "tuple"):
-        items = [_decode(item, tensors) for item in content]
-        return items if kind == "list" else tuple(items)
+    if kind == "list":
+        return [_decode(item, tensors) for item in content]
+    if kind == "tuple":
+        return tuple(_decode(item, tensors) for item in content)
     if kind == "shard":
         return tensors[content[0]]
-    return tensors[content] if kind == "tensor" else content
+    if kind == "tensor":
+        return tensors[content]
+    return content
 
 
 def _shard_specs(node: dict[str, Any]) -> Iterator[list[Any]]:
@@ -190,5 +226,9 @@ def _shard_specs(node: dict[str, Any]) -> Iterator[list[Any]]:
     ((kind, content),) = node.items()
     if kind == "shard":
         yield content
-    for item in content if kind in ("dict", "list", "tuple") else ():
-        yield from _shard_specs(item[1] if kind == "dict" else item)
+    elif kind == "dict":
+        for _, item in content:
+            yield from _shard_specs(item)
+    elif kind in ("list", "tuple"):
+        for item in content:
+            yield from _shard_specs(item)

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +79,13 @@ def load_tokenizer(folder: Path | str, *, trust_remote_code: bool = False) -> An
 
 def _refuse_other_files(folder: Path) -> None:
     """Raise RLHFError M15 if transformers would read a tokenizer or template that the folder's hash does not cover."""
-    names = (read_json_object(folder / "tokenizer_config.json") or {}).get("fast_tokenizer_files")
+    config_file = folder / "tokenizer_config.json"
+    names = (read_json_object(config_file) or {}).get("fast_tokenizer_files")
     for name in names if isinstance(names, list) else ():
         if not is_model_file(str(name)):
             text = f'fast_tokenizer_files names "{name}", which is not a JSON file of the folder'
             hint = "remove the key: tokenizer.json is read then"
-            raise RLHFError("M15", text, where=shown(folder / "tokenizer_config.json"), hint=hint)
+            raise RLHFError("M15", text, where=shown(config_file), hint=hint)
     template = folder / "additional_chat_templates/default.jinja"
     if template.exists():
         text = "transformers would read it instead of the folder's own chat template"
@@ -91,10 +94,12 @@ def _refuse_other_files(folder: Path) -> None:
 
 def refuse_code(folder: Path | str, trusted: bool) -> None:
     """Raise RLHFError M08 if the model comes with Python code, unless `trusted`; a built-in class may differ."""
-    paths = (Path(folder) / name for name in ("config.json", "tokenizer_config.json"))
-    settings = (read_json_object(path) or {} for path in paths)
-    if not trusted and any(Path(folder).glob("*.py")) and any("auto_map" in config for config in settings):
-        raise remote_code_error(folder)
+    folder = Path(folder)
+    if trusted or not any(folder.glob("*.py")):
+        return
+    for name in ("config.json", "tokenizer_config.json"):
+        if "auto_map" in (read_json_object(folder / name) or {}):
+            raise remote_code_error(folder)
 
 
 def remote_code_error(folder: Path | str) -> RLHFError:
@@ -122,9 +127,7 @@ def ensure_pad_token(tokenizer: Any, *, stop_token_id: int) -> str | None:
     """
     if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id, stop_token_id):
         return None
-    unused = _special_ids_without_role(tokenizer) - {stop_token_id} - (ids_without_embedding(tokenizer) or set())
-    names = tokenizer.convert_ids_to_tokens(sorted(unused))
-    pad = next((name for name in RESERVED if name in names and name not in str(tokenizer.chat_template)), PAD)
+    pad = _unused_reserved_token(tokenizer, stop_token_id) or PAD
     change = "is added" if pad == PAD else "is used"
     if tokenizer.pad_token_id is None:
         terminal.warn("T02", f"the tokenizer has no pad token: {pad} {change}, and saved with the model")
@@ -137,14 +140,27 @@ def ensure_pad_token(tokenizer: Any, *, stop_token_id: int) -> str | None:
     return pad
 
 
+def _unused_reserved_token(tokenizer: Any, stop_token_id: int) -> str | None:
+    """Return a special token of RESERVED that has no role, an embedding, and no place in the chat template."""
+    unused = _special_ids_without_role(tokenizer) - {stop_token_id} - (ids_without_embedding(tokenizer) or set())
+    names = tokenizer.convert_ids_to_tokens(sorted(unused))
+    template = str(tokenizer.chat_template)
+    for name in RESERVED:
+        if name in names and name not in template:
+            return name
+    return None
+
+
 def _special_ids_without_role(tokenizer: Any) -> set[int]:
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return special - {getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "unk", "pad")}
+    roles = {getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "unk", "pad")}
+    return special - roles
 
 
 def check_vocabulary(model: Any, tokenizer: Any, where: str | None = None, *, guarded: bool = True) -> None:
     """Raise as `check_vocabulary_size` does for the embeddings of a model."""
-    check_vocabulary_size(model.get_input_embeddings().weight.shape[0], tokenizer, where, guarded=guarded)
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    check_vocabulary_size(num_embeddings, tokenizer, where, guarded=guarded)
 
 
 def check_vocabulary_size(num_embeddings: int, tokenizer: Any, where: str | None, *, guarded: bool = True) -> None:
@@ -173,16 +189,20 @@ def vocabulary_size(tokenizer: Any, num_embeddings: int) -> int:
 
     An aligned number stays aligned. Ids without embedding get none.
     """
-    size = 1 + max(set(tokenizer.get_vocab().values()) - (ids_without_embedding(tokenizer) or set()))
+    ids = set(tokenizer.get_vocab().values()) - (ids_without_embedding(tokenizer) or set())
+    size = 1 + max(ids)
     if size <= num_embeddings:
         return num_embeddings
-    return -(-size // ALIGNMENT) * ALIGNMENT if num_embeddings % ALIGNMENT == 0 else size
+    if num_embeddings % ALIGNMENT == 0:
+        size = math.ceil(size / ALIGNMENT) * ALIGNMENT
+    return size
 
 
 def resize_to_tokenizer(model: Any, tokenizer: Any) -> None:
     """Grow the embeddings to added tokens; new rows start near the mean row, so that no new logit stands out."""
     before = model.get_input_embeddings().weight.shape[0]
-    if (size := vocabulary_size(tokenizer, before)) > before:
+    size = vocabulary_size(tokenizer, before)
+    if size > before:
         model.resize_token_embeddings(size)
 
 
@@ -191,19 +211,28 @@ def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:
 
     Ids 0 and 1 are `<pad>` and `<eos>`. Raises RLHFError D01-D05 (D05: no text), C06 for fewer than 258 tokens.
     """
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad>", "<eos>"]
-    if vocab_size < (minimum := len(alphabet) + len(special)):
+    special = ["<pad>", "<eos>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    minimum = len(alphabet) + len(special)
+    if vocab_size < minimum:
         text = f"model.new.tokenizer.vocab_size is {vocab_size}; the minimum is {minimum}: bytes and two special tokens"
         raise RLHFError("C06", text)
+
     source = DataSource.of(source)
-    texts = [text for _, row in raw_rows(source) for text in _strings(row.values())]
+    texts: list[str] = []
+    for _, row in raw_rows(source):
+        texts += _strings(row.values())
     if not texts:
         raise RLHFError("D05", f"no text to train a tokenizer on in {source.shown()}", where=source.where)
+
     backend = Tokenizer(tokenizer_models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", padding_side="left")
@@ -261,7 +290,9 @@ def check_same_tokenization(
 def _difference(first: Path, first_sha: str, second: Path, second_sha: str, trust_remote_code: bool) -> str | None:
     if first == second:
         return None
-    return first_difference(*(load_tokenizer(each, trust_remote_code=trust_remote_code) for each in (first, second)))
+    tokenizer = load_tokenizer(first, trust_remote_code=trust_remote_code)
+    other = load_tokenizer(second, trust_remote_code=trust_remote_code)
+    return first_difference(tokenizer, other)
 
 
 def same_tokenization(first: Parent, second: Parent, *, trust_remote_code: bool) -> bool:
@@ -292,7 +323,9 @@ def _strings(values: Iterable[Any]) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, list):
-            yield from _strings(i.get("content", i.get("value")) if isinstance(i, dict) else i for i in value)
+            yield from _strings(
+                item.get("content", item.get("value")) if isinstance(item, dict) else item for item in value
+            )
 
 
 def first_difference(first: Any, second: Any) -> str | None:
@@ -306,20 +339,23 @@ def first_difference(first: Any, second: Any) -> str | None:
     - the text of each token in the vocabulary: if only one pre-tokenizer splits a text at some point, the ids differ
       only if a token spans that point, and then that token's own text is encoded differently.
     """
-    starts = _start_ids(first), _start_ids(second)
-    if starts[0] != starts[1]:
-        return f"one begins a text with {starts[0] or 'nothing'}, the other one with {starts[1] or 'nothing'}"
+    start = _start_ids(first)
+    other_start = _start_ids(second)
+    if start != other_start:
+        return f"one begins a text with {start or 'nothing'}, the other one with {other_start or 'nothing'}"
     if first.is_fast and second.is_fast and _settings(first) == _settings(second):
         return None
+
     tokens = first.batch_decode([[token] for token in sorted(first.get_vocab().values())])
     for texts in (_short_texts(first), _character_texts(), [f"{text} a{text}b" for text in tokens]):
         try:
-            encodings = list(zip(texts, tokenize(first, texts), tokenize(second, texts), strict=True))
+            encodings = tokenize(first, texts)
+            other_encodings = tokenize(second, texts)
         except RLHFError:
             raise
         except Exception as error:  # texts that a tokenizer cannot encode prove nothing
             return f"their rules are written differently, and one fails on a text ({error})"
-        for text, ids, other_ids in encodings:
+        for text, ids, other_ids in zip(texts, encodings, other_encodings, strict=True):
             if ids != other_ids:
                 return f"{text[:40]!r} becomes other tokens"
     return None
@@ -346,21 +382,30 @@ def _settings(tokenizer: Any) -> dict[str, Any]:
 def _start_ids(tokenizer: Any) -> list[int]:
     """Return the special tokens that a tokenizer puts before a text."""
     try:
-        text_ids, full = tokenize(tokenizer, ["a"])[0], tokenizer("a").input_ids
+        (text_ids,) = tokenize(tokenizer, ["a"])
+        full = tokenizer("a").input_ids
     except Exception:  # the vocabulary has neither this letter nor an unknown token
         return tokenizer("").input_ids
-    return full[: next((i for i in range(len(full)) if full[i : i + len(text_ids)] == text_ids), 0)]
+    for start in range(len(full)):
+        if full[start : start + len(text_ids)] == text_ids:
+            return full[:start]
+    return []
 
 
 def _short_texts(tokenizer: Any) -> list[str]:
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content != PAD]
     frames = ("{}", "a{}b", "a {} b", "  {}  ", "{0}{0}", "\n{}\n")
-    return [*TEXTS, *(frame.format(token) for token in added for frame in frames)]
+    texts = list(TEXTS)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.content != PAD:
+            texts += [frame.format(token.content) for frame in frames]
+    return texts
 
 
 @lru_cache(maxsize=1)
 def _character_texts() -> list[str]:
     """Return the characters of CODE_POINTS, each next to letters, digits, spaces and itself."""
-    characters = (chr(code) for codes in CODE_POINTS for code in codes)
-    tested = [char for char in characters if unicodedata.category(char) not in SKIPPED_CATEGORIES]
-    return [f"x{char}X {char}{char}1" for char in tested]
+    texts = []
+    for char in map(chr, chain.from_iterable(CODE_POINTS)):
+        if unicodedata.category(char) not in SKIPPED_CATEGORIES:
+            texts.append(f"x{char}X {char}{char}1")
+    return texts

@@ -16,7 +16,8 @@ from rlhf_cli.runs.layout import ADAPTER_CONFIG
 from rlhf_cli.runs.model_files import is_model_file, read_adapter
 from rlhf_cli.runs.parents import Parent
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # of transformers' is_sharded_checkpoint(): shards that it reads instead of model.safetensors
 DISTRIBUTED_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -29,7 +30,9 @@ FLOAT_FORMATS = {"F64", "F32", "F16", "BF16"}
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder: a single one, or those in the index."""
     single = folder / SINGLE
-    return [single] if single.exists() else [folder / name for name in sorted(_shard_names(folder))]
+    if single.exists():
+        return [single]
+    return [folder / name for name in sorted(_shard_names(folder))]
 
 
 def _shard_names(folder: Path) -> set[str]:
@@ -42,16 +45,18 @@ def _shard_names(folder: Path) -> set[str]:
         text = '"weight_map" must give the file of each weight'
         hint = "download the file again, or remove it if model.safetensors has all weights"
         raise RLHFError("M01", text, where=shown(path), hint=hint)
-    if outside := sorted(name for name in weight_map.values() if name != Path(name).name):
-        raise RLHFError("S03", f'the part "{outside[0]}" points outside its folder', where=shown(path))
-    return set(weight_map.values())
+    names = set(weight_map.values())
+    for name in sorted(names):
+        if name != Path(name).name:
+            raise RLHFError("S03", f'the part "{name}" points outside its folder', where=shown(path))
+    return names
 
 
 def refuse_pickles(folder: Path) -> None:
     """Raise RLHFError M07 if a folder has its weights only as pickles."""
-    shards = _shard_names(folder)
     pickles = {path.name for path in folder.glob("*") if path.suffix in PICKLE_SUFFIXES} - {"training_args.bin"}
-    if pickles & shards or (pickles and not any(folder.glob("*.safetensors"))):
+    in_index = not pickles.isdisjoint(_shard_names(folder))
+    if in_index or (pickles and not any(folder.glob("*.safetensors"))):
         name = min(pickles)
         text = f"{shown(folder)} has its weights only as a pickle ({name}), which can run code when it is read"
         hint = "if you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
@@ -75,23 +80,37 @@ def refuse_other_weights(folder: Path, config: Any) -> None:
             text = f"{place} holds {path.name} of a distributed checkpoint, which transformers reads before all others"
             hint = "move these files away; or AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
             raise RLHFError("M15", text, hint=hint)
+
     usual = SINGLE if (folder / SINGLE).exists() else INDEX
     for each in (config, config.get_text_config()):
-        named = getattr(each, "transformers_weights", usual)
-        if named not in (None, usual):
-            text = f'config.json has transformers_weights "{named}", a file that transformers loads instead of {usual}'
-            hint = f"remove the key; to train on that file, rename it to {SINGLE}, too"
-            raise RLHFError("M15", f"{place}: {text}", hint=hint)
-        method = getattr(each, "quantization_config", None)
-        if method:
-            name = method.get("quant_method", "quantization_config") if isinstance(method, dict) else method
-            text = f"{place} holds quantized weights ({name} in config.json), which cannot be trained or merged"
-            hint = "name the same model without quantization; adapters: {kind: qlora} stores it in 4 bits"
-            raise RLHFError("M15", text, hint=hint)
+        _refuse_other_file(place, each, usual)
+        _refuse_quantized(place, each)
+
     for path in weight_files(folder):
         if path.suffix != ".safetensors" or not is_model_file(path.name):
             text = f'{shown(folder / INDEX)} names "{path.name}", which is not a file NAME.safetensors'
             raise RLHFError("M15", text, hint="name it so, in the index too; or download the folder again")
+
+
+def _refuse_other_file(place: str, config: Any, usual: str) -> None:
+    """Raise RLHFError M15 if a config names another file of weights than the usual one."""
+    named = getattr(config, "transformers_weights", None)
+    if named not in (None, usual):
+        text = f'config.json has transformers_weights "{named}", a file that transformers loads instead of {usual}'
+        hint = f"remove the key; to train on that file, rename it to {SINGLE}, too"
+        raise RLHFError("M15", f"{place}: {text}", hint=hint)
+
+
+def _refuse_quantized(place: str, config: Any) -> None:
+    """Raise RLHFError M15 if a config has settings of quantized weights."""
+    method = getattr(config, "quantization_config", None)
+    if not method:
+        return
+    if isinstance(method, dict):
+        method = method.get("quant_method", "quantization_config")
+    text = f"{place} holds quantized weights ({method} in config.json), which cannot be trained or merged"
+    hint = "name the same model without quantization; adapters: {kind: qlora} stores it in 4 bits"
+    raise RLHFError("M15", text, hint=hint)
 
 
 def require_float_formats(folder: Path, model: Any) -> None:
@@ -105,9 +124,9 @@ def require_float_formats(folder: Path, model: Any) -> None:
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in list(file.keys()):
+                kind = name.rpartition(".")[2]
                 dtype = file.get_slice(name).get_dtype()
-                is_weight = name.rpartition(".")[2] in kinds and not name.endswith(BUFFERS)
-                if is_weight and dtype not in FLOAT_FORMATS:
+                if kind in kinds and not name.endswith(BUFFERS) and dtype not in FLOAT_FORMATS:
                     formats[name] = dtype
     if formats:
         found = f"{' and '.join(sorted(set(formats.values())))} in {first_names(sorted(formats))}"
@@ -124,10 +143,12 @@ def count_parameters(parent: Parent, *, heads: bool = False) -> int:
 
 
 def _count_in_file(path: Path, uncounted: tuple[str, ...]) -> int:
+    count = 0
     try:
         with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if not name.startswith(uncounted)]  # noqa: SIM118
-            counted = [name for name in names if not name.endswith(BUFFERS)]
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in counted)
+            for name in list(file.keys()):
+                if not name.startswith(uncounted) and not name.endswith(BUFFERS):
+                    count += math.prod(file.get_slice(name).get_shape())
     except (OSError, SafetensorError):
         return 0  # corrupt: loading it reports the error
+    return count

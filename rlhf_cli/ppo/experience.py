@@ -84,24 +84,26 @@ class ScoreResult:
 
 def as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
     """Return scores as (B,) float32 on the rollout's device. Raises RLHFError R05 for another shape."""
-    scores = result.score if isinstance(result, EnsembleScores) else result
-    scores = torch.as_tensor(scores, dtype=torch.float32, device=rollout.ids.device)
-    if scores.shape != (len(rollout),):
-        text = f"reward `{name}` gave scores of shape {tuple(scores.shape)} for {len(rollout)} responses"
+    if isinstance(result, EnsembleScores):
+        result = result.score
+    scores = torch.as_tensor(result, dtype=torch.float32, device=rollout.ids.device)
+    num_rows = len(rollout)
+    if scores.shape != (num_rows,):
+        text = f"reward `{name}` gave scores of shape {tuple(scores.shape)} for {num_rows} responses"
         raise RLHFError("R05", text, hint="return one number per response")
     return scores
 
 
 def call_source(source: RolloutReward, rollout: Rollout, process_group: ProcessGroup) -> Any:
     """Return a source's scores of all rows, split over the ranks if the source `splits_rows`, else from rank 0."""
-
-    def score_part(part: slice) -> Any:
-        return _to_cpu(source(rollout.rows(part)))
-
     if process_group.world_size == 1:
         return source(rollout)
     if not getattr(source, "splits_rows", False):
         return process_group.run_on_main(lambda: _to_cpu(source(rollout)))
+
+    def score_part(part: slice) -> Any:
+        return _to_cpu(source(rollout.rows(part)))
+
     parts: list[Any] = process_group.map_rows(len(rollout), score_part)
     if isinstance(parts[0], EnsembleScores):
         return EnsembleScores.concat(parts)
@@ -131,15 +133,15 @@ def weighted_sum(
 
 def _require_a_score(raw: dict[str, Tensor], weights: dict[str, float], records: Sequence[Record]) -> None:
     """Raise RLHFError R05 for a row that no source with a weight scores."""
-    skipped = [scores.isnan() for name, scores in raw.items() if weights[name]]
-    if not skipped:
+    unscored = [scores.isnan() for name, scores in raw.items() if weights[name]]
+    if not unscored:
         return
-    rows = torch.stack(skipped).all(0).nonzero()[:, 0].tolist()
+    rows = torch.stack(unscored).all(0).nonzero()[:, 0].tolist()
     if rows:
-        first = rows[0]
-        text = f"no reward has a score for row {first}: each function returned None"
+        row = rows[0]
+        text = f"no reward has a score for row {row}: each function returned None"
         if records:
-            text += f" (prompt: {str(records[first]['prompt'])[:60]!r})"
+            text += f" (prompt: {str(records[row]['prompt'])[:60]!r})"
         raise RLHFError("R05", text, hint="return a number for each row from at least one of them")
 
 
@@ -174,7 +176,10 @@ def unscaled_scores(result: ScoreResult, settings: PPOSettings) -> Tensor:
 
 
 def estimate_advantages(
-    rollout: Rollout, rewards: Tensor, values: Tensor | None, settings: PPOSettings
+    rollout: Rollout,
+    rewards: Tensor,
+    values: Tensor | None,
+    settings: PPOSettings,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return advantages by ppo.advantage, normalised by ppo.advantage_norm, and returns, from rewards; (B, R) each.
 
@@ -185,7 +190,7 @@ def estimate_advantages(
     samples = settings.num_samples_per_prompt
     returns = None
     if values is not None:
-        advantages, returns = losses.gae(rewards, values, mask, settings.gamma, settings.lam)
+        advantages, returns = losses.gae(rewards, values, mask, gamma=settings.gamma, lam=settings.lam)
     elif rollout.has_groups(samples):
         advantages = losses.group_advantages(rewards, mask, samples, settings.advantage)
     else:
@@ -197,7 +202,13 @@ def estimate_advantages(
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Training targets of the N response tokens of a micro-batch, each (N,)."""
+    """Training targets of the N response tokens of a micro-batch, each (N,).
+
+    Of the example at `Experience`, whose three response tokens are 8, 2 and 2:
+
+        ids         [8, 2, 2]
+        advantages  [0.94, 0.96, -1.05]
+    """
 
     ids: Tensor  # int64
     logprobs: Tensor
@@ -208,23 +219,32 @@ class TokenBatch:
     weights: Tensor | None = None  # of the surrogate loss, by ppo.rollout_correction
 
     def __getitem__(self, part: slice) -> "TokenBatch":
-        def of_part(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[part]
-
         return TokenBatch(
             ids=self.ids[part],
             logprobs=self.logprobs[part],
             ref_logprobs=self.ref_logprobs[part],
             advantages=self.advantages[part],
-            values=of_part(self.values),
-            returns=of_part(self.returns),
-            weights=of_part(self.weights),
+            values=_part(self.values, part),
+            returns=_part(self.returns, part),
+            weights=_part(self.weights, part),
         )
+
+
+def _part(tensor: Tensor | None, index: slice | tuple[Tensor, Tensor]) -> Tensor | None:
+    return None if tensor is None else tensor[index]
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Everything an update needs, computed before it starts; 0 outside the response mask."""
+    """Everything an update needs, computed before it starts; 0 outside the response mask.
+
+    Of the example at `Rollout`, with kl_coef 0.1, values of 0, gamma 1 and lam 1, and no whitening:
+
+        scores      [1, -1]
+        kl          [[0.2, 0.4], [0.5, 0]]
+        rewards     [[-0.02, 0.96], [-1.05, 0]]
+        advantages  [[0.94, 0.96], [-1.05, 0]]
+    """
 
     rollout: Rollout
     minibatches: tuple[MinibatchRows, ...]  # of the first epoch: the log-probs below come from the same micro-batches
@@ -281,18 +301,14 @@ class Experience:
         """Return the targets of a micro-batch's response tokens."""
         assert self.advantages is not None
         index = micro_batch.response_index
-
-        def at_tokens(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[index]
-
         return TokenBatch(
             ids=micro_batch.response_ids,
             logprobs=self.logprobs[index],
             ref_logprobs=self.ref_logprobs[index],
             advantages=self.advantages[index],
-            values=at_tokens(self.values),
-            returns=at_tokens(self.returns),
-            weights=at_tokens(self.weights),
+            values=_part(self.values, index),
+            returns=_part(self.returns, index),
+            weights=_part(self.weights, index),
         )
 
     @property
@@ -311,7 +327,6 @@ class Experience:
 
         `objective/non_score_reward` is the reward's KL penalty, 0 with kl_in loss.
         """
-
         rollout = self.rollout
         score = float(self.scores.mean())
         kl = self._mean_sum(self.kl)

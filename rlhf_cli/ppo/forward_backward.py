@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.config.ppo import PPOSettings
-from rlhf_cli.models import compiled, forward, packing
-from rlhf_cli.models.batch import MicroBatch
+from rlhf_cli.models import compiled, devices, forward, packing
+from rlhf_cli.models.batch import MicroBatch, slices
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import losses, monitor
 from rlhf_cli.ppo.experience import Stats, TokenBatch
@@ -70,20 +70,28 @@ def policy_loss_and_metrics(
         logprobs, entropy = fused_logprobs_and_entropy(logits, tokens.ids, settings.temperature)
     else:
         logprobs, entropy = logprobs_and_entropy(logits, tokens.ids, settings)
+
     surrogate, ratio, clipped = losses.policy_loss(
-        logprobs, tokens.logprobs, tokens.advantages, settings.cliprange, settings.cliprange_high, settings.dual_clip
+        logprobs,
+        tokens.logprobs,
+        tokens.advantages,
+        cliprange=settings.cliprange,
+        cliprange_high=settings.cliprange_high,
+        dual_clip=settings.dual_clip,
     )
     if tokens.weights is not None:
         surrogate = surrogate * tokens.weights
     loss = surrogate
     if settings.entropy_coef:
         loss = loss - settings.entropy_coef * entropy
+
     if settings.kl_in == "loss":
         if ref_logits is not None:
             kl = losses.exact_kl(logits, ref_logits, settings.temperature)
         else:
             kl = losses.token_kl_loss(logprobs, tokens.logprobs, tokens.ref_logprobs, settings.kl_estimator)
         loss = loss + kl_coef * kl
+
     metrics = {
         "loss/policy_avg": surrogate,
         "policy/clipfrac_avg": clipped.float(),
@@ -136,7 +144,7 @@ class MinibatchStats:
         return cls(sums, ptx, max_ratio_error, error)
 
 
-def sum_metrics(parts: list[Stats]) -> Stats:
+def sum_metrics(parts: Iterable[Stats]) -> Stats:
     """Return the sums by name; a part may lack names."""
     sums: Stats = {}
     for part in parts:
@@ -157,7 +165,9 @@ def mean_over_steps(steps: list[Stats]) -> Stats:
     for name in counted[0]:
         if name not in ("ratio_error", "skipped"):
             stats[name] = mean(step[name] for step in counted)
-    stats["val/ratio_var"] = mean((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in counted)
+    mean_ratio = stats["val/ratio"]
+    stats["val/ratio_var"] = mean((step["val/ratio"] - mean_ratio) ** 2 for step in counted)
+
     if not taken:
         stats["policy/grad_norm"] = 0.0
         if "loss/value_avg" in stats:
@@ -272,8 +282,8 @@ class ModelRunner:
         chunk_losses = []
         chunk_metrics = []
         for part in self.logit_chunks(len(leaf)):
+            ref_part = None if ref_hidden is None else ref_hidden[part]
             with torch.set_grad_enabled(train_policy):
-                ref_part = None if ref_hidden is None else ref_hidden[part]
                 loss, metrics = self._policy_loss_of_chunk(tokens[part], leaf[part], ref_part, kl_coef)
             if train_policy:
                 (loss.sum() * scale).backward()
@@ -284,6 +294,7 @@ class ModelRunner:
             value_loss, value_metrics = self._backward_value(tokens, micro_batch, leaf, scale)
         if train_policy:
             hidden.backward(leaf.grad)
+
         loss = torch.cat(chunk_losses) + self.settings.vf_coef * value_loss
         return MicroBatchResult(micro_batch, loss, {**value_metrics, **_concat(chunk_metrics)})
 
@@ -326,6 +337,7 @@ class ModelRunner:
         with self._autocast():
             hidden = forward.response_hidden_states(self.policy, micro_batch)
         leaf = hidden.detach().requires_grad_()
+
         total = 0.0
         for part in self.logit_chunks(len(leaf)):
             with self._autocast():
@@ -342,7 +354,7 @@ class ModelRunner:
         vocab_size = self.policy.config.get_text_config().vocab_size
         on_cpu = self.policy.device.type == "cpu"
         size = logits_chunk_size(self.settings, vocab_size, on_cpu=on_cpu) or num_tokens
-        return [slice(start, start + size) for start in range(0, num_tokens, size)]
+        return slices(num_tokens, size)
 
     @contextmanager
     def scoring_context(self) -> Iterator[None]:
@@ -362,7 +374,7 @@ class ModelRunner:
         return forward.in_place_embedding_gradients(*self.trained_backbones)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=bool(self.settings.bf16))
+        return devices.autocast(bf16=self.settings.bf16, on=self.policy.device)
 
 
 def _concat(chunks: list[dict[str, Tensor]]) -> dict[str, Tensor]:

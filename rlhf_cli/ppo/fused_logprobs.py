@@ -42,8 +42,10 @@ def logprobs_and_entropy(logits: Tensor, ids: Tensor, temperature: float) -> tup
     log_normalizer = z.logsumexp(-1)
     p = torch.exp(z - log_normalizer[:, None])
     expected_z = torch.where(p > 0, p * z, 0.0).sum(-1)  # 0 log 0 is 0
+    z_of_id = z.gather(-1, ids[:, None])[:, 0]
+
+    logprobs = z_of_id - log_normalizer
     entropy = log_normalizer - expected_z
-    logprobs = z.gather(-1, ids[:, None])[:, 0] - log_normalizer
     return logprobs, entropy, log_normalizer
 
 

@@ -14,7 +14,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from rlhf_cli.config.ppo import SIGNAL_MESSAGES, SIGNALS, Action, LengthRange, PPOSettings, Signal, WatchdogSettings
+from rlhf_cli.config.ppo import SIGNAL_MESSAGES, Action, LengthRange, PPOSettings, Signal, WatchdogSettings
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch
 from rlhf_cli.ppo.experience import Experience, RunningMeanStd, Stats
@@ -30,35 +30,34 @@ class NonFiniteError(RLHFError):
 
     def __init__(self, step: int, name: str, row: int | None) -> None:
         position = "" if row is None else f" in row {row}"
-        text = f"step {step}: {name} is not finite{position}; training stops here"
         hint = "look at the reward of that row" if "score" in name else "lower ppo.learning_rate"
-        super().__init__("R01", text, hint=hint)
+        super().__init__("R01", f"step {step}: {name} is not finite{position}; training stops here", hint=hint)
         self.row = row
-        self.args = step, name, row  # by which the processes of a group exchange it
+        self.args = (step, name, row)  # by which the processes of a group exchange it
 
 
-def check_finite(tensors: Mapping[str, Tensor], step: int) -> None:
-    """Raise NonFiniteError for the first tensor, (B, ...) or scalar, that contains nan or inf."""
-    for name, tensor in tensors.items():
-        bad = ~torch.isfinite(tensor)
-        if bad.any():
-            row = int(bad.nonzero()[0, 0]) if tensor.ndim else None
-            raise NonFiniteError(step, name, row)
+def check_finite(name: str, tensor: Tensor, step: int) -> None:
+    """Raise NonFiniteError if a tensor, (B, ...) or scalar, contains nan or inf."""
+    bad = ~torch.isfinite(tensor)
+    if bad.any():
+        row = int(bad.nonzero()[0, 0]) if tensor.ndim else None
+        raise NonFiniteError(step, name, row)
 
 
 def check_scores(
-    raw: Mapping[str, Tensor], ensembles: Mapping[str, EnsembleScores], sources: Mapping[str, Any], step: int
+    raw: Mapping[str, Tensor],
+    ensembles: Mapping[str, EnsembleScores],
+    sources: Mapping[str, Any],
+    step: int,
 ) -> None:
     """Raise NonFiniteError for a score, (B,) by source, that is not finite; NaN is no score of `may_skip_rows`."""
-    checked: dict[str, Tensor] = {}
     for name, ensemble in ensembles.items():
         for member, scores in ensemble.members.items():
-            checked[f"score `{name}/{member}`"] = scores
+            check_finite(f"score `{name}/{member}`", scores, step)
     for name, scores in raw.items():
         if may_skip_rows(sources.get(name)):
             scores = torch.where(scores.isnan(), 0, scores)
-        checked[f"score `{name}`"] = scores
-    check_finite(checked, step)
+        check_finite(f"score `{name}`", scores, step)
 
 
 def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFiniteError | None:
@@ -67,24 +66,8 @@ def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFini
     if not bad.any():
         return None
     token = bad.nonzero()[0, 0]
-    row = micro_batch.rows[micro_batch.row_index[token]]
-    return NonFiniteError(step, "loss", int(row))
-
-
-def check_engine(experience: Experience, limit: float, step: int, find_cause: Callable[[], tuple[str, str]]) -> None:
-    """Raise RLHFError R19 if the engine's log-probs differ from the trainer's by more than `limit` nats on average.
-
-    `find_cause` returns the cause and a hint.
-    """
-    gap = experience.logprob_gap
-    if not len(gap):
-        return
-    mean = float(gap.mean())
-    if mean > limit:
-        cause, hint = find_cause()
-        text = f"step {step}: the engine's log-probs differ from the policy's by {mean:.3g} nats a token, "
-        text += f"more than ppo.max_logprob_gap {limit:g}: {cause}; nothing was trained on them"
-        raise RLHFError("R19", text, hint=f"the same command resumes; {hint}")
+    row_index = micro_batch.row_index[token]
+    return NonFiniteError(step, "loss", int(micro_batch.rows[row_index]))
 
 
 class StopTraining(RLHFError):
@@ -96,8 +79,9 @@ class StopTraining(RLHFError):
 
 
 def _length_changed(now: float, first: float, limit: float, error: float) -> bool:
-    is_usual = first / limit <= now <= first * limit
-    return not is_usual and abs(now - first) > NOISE_SE * error
+    if first / limit <= now <= first * limit:
+        return False
+    return abs(now - first) > NOISE_SE * error
 
 
 # (reading, reference, limit, standard error of their difference) -> True if the reading is beyond its limit.
@@ -152,14 +136,15 @@ class Watchdog:
         self.settings = settings
         self.limits = settings.watchdog
         self.judges = judges
+        self.equal_reward_updates = 0  # consecutive updates whose rewards were all equal
+        self.warned: list[str] = []  # failures that were reported; each is reported once per run
+        self.signals: dict[str, SignalState] = {}
+
         self.unavailable: set[Signal] = set()
         if isinstance(settings.response_length, LengthRange):
             self.unavailable = {"length", "eos"}
         elif settings.stop_token == "none":
             self.unavailable = {"eos"}
-        self.equal_reward_updates = 0  # consecutive updates whose rewards were all equal
-        self.warned: list[str] = []  # failures that were reported; each is reported once per run
-        self.signals: dict[str, SignalState] = {}
 
     def check_update(self, step: int, experience: Experience, stats: Stats) -> list[Problem]:
         """Return new warnings about update `step`: equal rewards, responses without EOS, negative KL, skipped steps.
@@ -171,6 +156,7 @@ class Watchdog:
         if limit is not None and kl > limit:
             text = f"step {step}: KL to the SFT policy is {kl:.4g} nats per response, over ppo.kl_stop {limit:g}"
             raise StopTraining("R04", text, key="ppo.kl_stop", hint="raise ppo.kl_coef, or lower ppo.learning_rate")
+
         new: list[Problem] = []
         for name, problem in self._failures(step, experience, stats):
             if name not in self.warned:
@@ -192,16 +178,17 @@ class Watchdog:
             hint = "raise ppo.response_length; check ppo.stop_token, and that SFT's rows end with it (rlhf explain T06)"
             yield "endless", _failure("R03", step, text, hint)
 
-        empty = int((rollout.ended & (rollout.response_lengths == 1)).sum())
+        is_empty = rollout.ended & (rollout.response_lengths == 1)
+        empty = int(is_empty.sum())
         if empty >= (1 - MIN_EOS_FRACTION) * count:
             text = f"{empty} of {count} responses are empty, only the stop token ({empty / count:.0%})"
             hint = "check that prompts end as those of SFT's rows do, and its chat template"
             yield "empty", _failure("R03", step, text, hint)
 
         kl = RunningMeanStd.of(experience.log_ratio.double().sum(1))
-        if kl.mean < -NOISE_SE * kl.standard_error:
-            text = f"KL to the SFT policy is {kl.mean:.4g} nats per response, below 0 by more than noise"
-            text += f" ({kl.standard_error:.2g})"
+        noise = kl.standard_error
+        if kl.mean < -NOISE_SE * noise:
+            text = f"KL to the SFT policy is {kl.mean:.4g} nats per response, below 0 by more than noise ({noise:.2g})"
             hint = "responses are not sampled from the distribution that gives the log-probs"
             yield "negative", _failure("R04", step, text, hint)
 
@@ -213,9 +200,11 @@ class Watchdog:
     def _equal_rewards(self, step: int, scores: Tensor) -> Problem | None:
         """Return a failure if all rewards (B,) of the update are equal; count such updates. Raises RLHFError R02."""
         count = len(scores)
-        if count == 1 or not bool((scores == scores[0]).all()):
+        is_equal = count > 1 and bool((scores == scores[0]).all())
+        if not is_equal:
             self.equal_reward_updates = 0
             return None
+
         self.equal_reward_updates += 1
         text = f"all {count} rewards are {float(scores[0]):.6g}"
         hint = "the reward cannot distinguish the responses: inspect them in samples.jsonl, and the reward model"
@@ -227,17 +216,20 @@ class Watchdog:
 
     def check(self, step: int, experience: Experience) -> list[Alert]:
         """Return the alerts after update `step`. The next alert of a signal needs another full window."""
-        if self.limits is None:
+        limits = self.limits
+        if limits is None:
             return []
         alerts = []
-        for (signal, source), now in self._readings(self.limits, experience).items():
-            alert = self._check(self.limits, step, signal, source, now)
+        for (signal, source), now in self._readings(experience).items():
+            if signal in self.unavailable or getattr(limits, signal) is None:
+                continue
+            alert = self._check(limits, step, signal, source, now)
             if alert:
                 alerts.append(alert)
         return alerts
 
-    def _readings(self, limits: WatchdogSettings, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
-        """Return a value for each response, (B,), by enabled signal and source; of a judge for those that it scores."""
+    def _readings(self, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
+        """Return a value for each response, (B,), by signal and source; of a judge for those that it scores."""
         rollout = experience.rollout
         scores = experience.score_result
         readings: dict[tuple[Signal, str | None], Tensor] = {
@@ -246,15 +238,13 @@ class Watchdog:
             ("repetition", None): rollout.repetition,
             ("eos", None): rollout.ended,
         }
+        scored = scores.scored
         for name in self.judges:
-            scored = scores.scored[name]
-            if len(scored):
-                readings["judge", name] = scored
+            if len(scored[name]):
+                readings["judge", name] = scored[name]
         for name, ensemble in scores.ensembles.items():
             readings["disagreement", name] = ensemble.disagreement
-
-        enabled = {signal for signal in SIGNALS if getattr(limits, signal) is not None} - self.unavailable
-        return {key: now for key, now in readings.items() if key[0] in enabled}
+        return readings
 
     def _check(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,13 +30,15 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
         return adamw_8bit(groups, models.values(), **options)
 
     weights = [weight for group in groups for weight in group["params"]]
+    is_sharded = any(map(is_sharded_tensor, weights))
     on_cpu = weights[0].device.type == "cpu"
-    kernel = _kernel(fused=settings.optim == "adamw_torch_fused", on_cpu=on_cpu)
-    if not any(map(is_sharded_tensor, weights)):
-        return torch.optim.AdamW(groups, **options, **kernel)
-    if on_cpu:
-        kernel = {"foreach": False}
-    return ShardedAdamW(groups, **options, **kernel)
+    if is_sharded and on_cpu:
+        options["foreach"] = False
+    elif on_cpu or settings.optim == "adamw_torch_fused":
+        options["fused"] = settings.optim == "adamw_torch_fused"
+    else:
+        options["foreach"] = True
+    return ShardedAdamW(groups, **options) if is_sharded else torch.optim.AdamW(groups, **options)
 
 
 def _parameter_groups(name: str, model: nn.Module, settings: PPOSettings) -> list[dict[str, Any]]:
@@ -47,16 +50,12 @@ def _parameter_groups(name: str, model: nn.Module, settings: PPOSettings) -> lis
     matrices = [weight for weight in trained if weight.ndim >= 2]
     vectors = [weight for weight in trained if weight.ndim < 2]
 
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "lr": lr, "weight_decay": settings.weight_decay, "name": name},
-        {"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{name}/no_decay"},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _kernel(*, fused: bool, on_cpu: bool) -> dict[str, Any]:
-    """Return the option of torch's AdamW that selects its kernel."""
-    return {"fused": fused} if fused or on_cpu else {"foreach": True}
+    groups: list[dict[str, Any]] = []
+    if matrices:
+        groups.append({"params": matrices, "lr": lr, "weight_decay": settings.weight_decay, "name": name})
+    if vectors:
+        groups.append({"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{name}/no_decay"})
+    return groups
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -72,7 +71,9 @@ class ShardedAdamW(torch.optim.AdamW):
         for group in groups:
             sharded = [weight for weight in group["params"] if is_sharded_tensor(weight)]
             whole = [weight for weight in group["params"] if not is_sharded_tensor(weight)]
-            self.param_groups += [{**group, "params": params} for params in (sharded, whole) if params]
+            for weights in (sharded, whole):
+                if weights:
+                    self.param_groups.append({**group, "params": weights})
         try:
             return super().step(closure)
         finally:
@@ -87,10 +88,8 @@ class ShardedAdamW(torch.optim.AdamW):
 
 def embedding_weights(models: Iterable[nn.Module]) -> set[torch.Tensor]:
     """Return the embedding weights, whose moments stay in 32 bits as in transformers: their gradients vary too much."""
-    weights: set[torch.Tensor] = set()
-    for model in models:
-        weights |= {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    return weights
+    modules = chain.from_iterable(model.modules() for model in models)
+    return {module.weight for module in modules if isinstance(module, nn.Embedding)}
 
 
 def adamw_8bit(groups: list[dict[str, Any]], models: Iterable[nn.Module], **options: Any) -> torch.optim.Optimizer:
@@ -106,8 +105,10 @@ def adamw_8bit(groups: list[dict[str, Any]], models: Iterable[nn.Module], **opti
         """An override, because bitsandbytes registers exceptions by id for the whole process."""
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            override = {"optim_bits": 32} if group["params"][pindex] in embeddings else {}
-            return {**super().get_config(gindex, pindex, group), **override}
+            config: dict[str, Any] = super().get_config(gindex, pindex, group)
+            if group["params"][pindex] in embeddings:
+                config = {**config, "optim_bits": 32}
+            return config
 
     return AdamW8bit(groups, **options)
 
@@ -117,7 +118,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: PPOSettings, num
 
     `value` may have its own warm-up; the policy's schedule starts after value_only_updates.
     """
-    return LambdaLR(optimizer, [_lr_factor(group, settings, num_updates) for group in optimizer.param_groups])
+    factors = [_lr_factor(group, settings, num_updates) for group in optimizer.param_groups]
+    return LambdaLR(optimizer, factors)
 
 
 def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -> Callable[[int], float]:
@@ -127,6 +129,8 @@ def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -
     is_value = group.get("name", "").startswith("value")
     start = 0 if is_value else settings.value_only_updates
     steps = num_updates - start
+    warmup = settings.num_warmup(steps, value=is_value)
+
     kind = settings.lr_scheduler_type
     options = None
     if kind == "cosine_with_min_lr":
@@ -136,8 +140,8 @@ def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -
         options = {"lr_end": 1e-7 / peak if peak > 1e-7 else 0.0}  # transformers requires lr_end < peak
 
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    warmup = settings.num_warmup(steps, value=is_value)
-    (factor,) = get_scheduler(kind, dummy, warmup, steps, scheduler_specific_kwargs=options).lr_lambdas
+    schedule = get_scheduler(kind, dummy, warmup, steps, scheduler_specific_kwargs=options)
+    (factor,) = schedule.lr_lambdas
     return lambda update: factor(max(update - start, 0))
 
 
@@ -150,14 +154,18 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
-        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self.values: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, nn.Parameter] = {}
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                self.weights[name] = weight
         self.load_state_dict(self.weights)
 
     def update(self) -> None:
         """Add the weights as they are now. An average of equal weights stays as it is, bit for bit."""
         for name, weight in self.weights.items():
-            self.values[name].lerp_(weight.detach().to(self.values[name]), 1 - self.decay)
+            average = self.values[name]
+            average.lerp_(weight.detach().to(average), 1 - self.decay)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from rlhf_cli import terminal
 from rlhf_cli.models import build, devices, forward, packing, row_trial
-from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop
+from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop, slices
 from rlhf_cli.models.compiled import compiled
 from rlhf_cli.ppo import losses
 from rlhf_cli.progress import track_progress
@@ -74,8 +74,7 @@ class HFEngine:
     def generate(self, prompts: Prompts) -> Rollout:
         """Generate a response to each prompt."""
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
-        size = self.batch_size or len(prompts)
-        batches = [slice(start, start + size) for start in range(0, len(prompts), size)]
+        batches = slices(len(prompts), self.batch_size or len(prompts))
         ids_of_batches = []
         logprobs_of_batches = []
         with self._autocast(), forward.float32_logits(self.model):  # around all tokens: they keep copies of the weights
@@ -87,13 +86,13 @@ class HFEngine:
         responses = torch.cat(ids_of_batches)
         ended = is_stop(responses, self.stop_token_id).any(1)
         response_mask = losses.response_mask(responses, self.stop_token_id)
+        responses = torch.where(response_mask, responses, self.pad_token_id)
         width = int(response_mask.sum(1).max())
-        responses = torch.where(response_mask, responses, self.pad_token_id)[:, :width]
-        response_mask = response_mask[:, :width]
+        device = responses.device
         return Rollout(
-            torch.cat([prompts.ids.to(responses.device), responses], 1),
-            torch.cat([prompts.mask.to(responses.device), response_mask], 1),
-            response_mask,
+            torch.cat([prompts.ids.to(device), responses[:, :width]], 1),
+            torch.cat([prompts.mask.to(device), response_mask[:, :width]], 1),
+            response_mask[:, :width],
             ended,
             logprobs=torch.cat(logprobs_of_batches)[:, :width],
         )
@@ -115,14 +114,15 @@ class HFEngine:
             yield int(tokens)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=bool(self.bf16))
+        return devices.autocast(bf16=self.bf16, on=self.model.device)
 
     def _generate_ids(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
         """Return response ids (b, response_length), padded after a row's stop token, and their log-probs."""
-        shape = len(prompts), prompts.response_length
+        shape = (len(prompts), prompts.response_length)
         responses = torch.full(shape, self.pad_token_id, device=self.model.device)
         logprobs = torch.zeros(shape, device=self.model.device)
-        for step, (rows, tokens, token_logprobs) in enumerate(self._decode_steps(prompts)):
+        for step, drawn in enumerate(self._decode_steps(prompts)):
+            rows, tokens, token_logprobs = drawn
             responses[rows, step] = tokens
             logprobs[rows, step] = token_logprobs
         return responses, logprobs
@@ -130,31 +130,32 @@ class HFEngine:
     def _decode_steps(self, prompts: Prompts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield for each step the unfinished rows (n,) of `prompts`, next tokens (n,) and their log-probs (n,)."""
         device = self.model.device
-        batch_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `prompts`
-        unfinished = torch.ones_like(batch_rows, dtype=torch.bool)
+        num_steps = prompts.response_length
+        rows = torch.arange(len(prompts), device=device)  # of `prompts`, for each row of the batch
+        unfinished = torch.ones_like(rows, dtype=torch.bool)
 
         decoder = self._prefill(prompts)
         keys = row_keys(prompts.seeds, device)
         counters = token_counters(decoder.logits.shape[1], device)
         number = torch.zeros(1, dtype=torch.int32, device=device)  # `step`, where a compiled function can read it
 
-        for step in track_progress("rollout: token", range(prompts.response_length)):
+        for step in track_progress("rollout: token", range(num_steps)):
             tokens, logprobs = self._sample(decoder.logits, keys, number, counters)
             number += 1
-            yield batch_rows[unfinished], tokens[unfinished], logprobs[unfinished]
+            yield rows[unfinished], tokens[unfinished], logprobs[unfinished]
 
             if self.stop_token_id is not None:
                 unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
-            if not unfinished.any() or step + 1 == prompts.response_length:
+            if not unfinished.any() or step + 1 == num_steps:
                 break
 
             if self.compact_batch and unfinished.sum() <= 0.8 * len(unfinished):  # rarely: copies the cache
-                rows = unfinished.nonzero()[:, 0]
-                decoder.select_rows(rows)
-                batch_rows = batch_rows[rows]
-                tokens = tokens[rows]
-                unfinished = unfinished[rows]
-                keys = keys[rows]
+                kept = unfinished.nonzero()[:, 0]
+                decoder.select_rows(kept)
+                rows = rows[kept]
+                tokens = tokens[kept]
+                unfinished = unfinished[kept]
+                keys = keys[kept]
             decoder.append(tokens)
 
     def _sample(self, logits: Tensor, keys: Tensor, step: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,18 +168,20 @@ class HFEngine:
 
     def _prefill(self, prompts: Prompts) -> "_CachedDecoder | _WholeRowDecoder":
         """Return a decoder that has read the prompts, each of adjacent equal ones once."""
-        open_decoder = _CachedDecoder if uses_cache(self.model) else _WholeRowDecoder
-        start = int(prompts.mask.int().argmax(1).min())  # skip columns that are padding in all rows
-        ids = prompts.ids[:, start:].to(self.model.device)
-        mask = prompts.mask[:, start:].to(self.model.device)
+        model = self.model
+        open_decoder = _CachedDecoder if uses_cache(model) else _WholeRowDecoder
+        first_tokens = prompts.mask.int().argmax(1)
+        start = int(first_tokens.min())  # skip columns that are padding in all rows
+        ids = prompts.ids[:, start:].to(model.device)
+        mask = prompts.mask[:, start:].to(model.device)
         if not self.compact_batch:
-            return open_decoder(self.model, ids, mask, self._autocast)
+            return open_decoder(model, ids, mask, self._autocast)
 
         other_ids = (ids[1:] != ids[:-1]).any(1)  # than in the row before
         other_mask = (mask[1:] != mask[:-1]).any(1)
         is_new = torch.ones_like(mask[:, 0])
         is_new[1:] = other_ids | other_mask
-        decoder = open_decoder(self.model, ids[is_new], mask[is_new], self._autocast)
+        decoder = open_decoder(model, ids[is_new], mask[is_new], self._autocast)
         if not is_new.all():
             source_rows = is_new.cumsum(0) - 1
             decoder.select_rows(source_rows)
@@ -209,10 +212,12 @@ def uses_cache(model: Any) -> bool:
 
 def _cache_problem(model: Any) -> str | None:
     """Return how rows fail or differ with a cache, None if they are right. Raises M16 if they do without one, too."""
-    problem = row_trial.generation_problem(model, partial(_CachedDecoder, model, autocast=nullcontext))
+    with_cache = partial(_CachedDecoder, model, autocast=nullcontext)
+    problem = row_trial.generation_problem(model, with_cache)
     if problem is None:
         return None
-    worse = row_trial.generation_problem(model, partial(_WholeRowDecoder, model, autocast=nullcontext))
+    without_cache = partial(_WholeRowDecoder, model, autocast=nullcontext)
+    worse = row_trial.generation_problem(model, without_cache)
     if worse:
         raise row_trial.refusal(model, f"token by token, {worse}")
     return problem
@@ -226,7 +231,8 @@ class AutocastMixin:
         device = key_states.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+            key_states = key_states.to(dtype)
+            value_states = value_states.to(dtype)
         return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -241,12 +247,13 @@ class _CachedDecoder:
 
     def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Autocast):
         self.model = model
-        self.mask = mask.long()
         self.autocast = autocast
-        self.cache = _AutocastCache(config=model.config)
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-        self.accepts_position_ids = accepts_position_ids(model)
+        self.accepts_position_ids = "position_ids" in parameters
+
+        self.cache = _AutocastCache(config=model.config)
+        self.mask = mask.long()
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)
         self._forward(ids, positions)
 
@@ -264,11 +271,14 @@ class _CachedDecoder:
         self.mask = self.mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
+        """Compute the logits behind `ids` (b, n) at `positions` (b, n)."""
         inputs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True}
         if self.accepts_position_ids:
             inputs["position_ids"] = positions
-        if self.cache_name == "past_key_values" or ids.shape == self.mask.shape:  # Mamba masks the tokens of this call
+        is_prompt = ids.shape == self.mask.shape
+        if is_prompt or self.cache_name == "past_key_values":  # Mamba masks the tokens of this call
             inputs["attention_mask"] = self.mask
+
         with self.autocast(), forward.float32_logits(self.model):  # a streaming caller's code runs between two tokens
             output = self.model(input_ids=ids, logits_to_keep=1, **inputs)
             self.logits = output.logits[:, -1].float()
@@ -284,8 +294,8 @@ class _WholeRowDecoder:
         self.autocast = autocast
         self.lengths = mask.sum(1)
         width = ids.shape[1]
-        padding = width - self.lengths
-        columns = torch.arange(width, device=ids.device) + padding[:, None]
+        first = width - self.lengths  # (b,): column of a row's first token
+        columns = torch.arange(width, device=ids.device) + first[:, None]
         self.ids = ids.gather(1, columns % width)  # padded on the right
         self._forward()
 
@@ -304,10 +314,12 @@ class _WholeRowDecoder:
         self.lengths = self.lengths[rows]
 
     def _forward(self) -> None:
+        """Compute the logits behind the last token of each row."""
         rows = torch.arange(len(self.ids), device=self.ids.device)
+        last = self.lengths - 1
         decoder = build.decoder(self.model)
         with self.autocast():
-            hidden = packing.hidden_states_at(decoder, self.ids, self.lengths, rows, self.lengths - 1)
+            hidden = packing.hidden_states_at(decoder, self.ids, self.lengths, row=rows, column=last)
             self.logits = forward.lm_head_logits(self.model, hidden).float()
 
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
-from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -18,9 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf_cli.config.ppo import LengthRange, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, forward, lora, sharding
 from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, split_into_micro_batches
-from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, ReplicatedModels, ShardedModels
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import losses, monitor
 from rlhf_cli.ppo.experience import (
     Experience,
@@ -37,11 +36,11 @@ from rlhf_cli.ppo.experience import (
 )
 from rlhf_cli.ppo.forward_backward import (
     MinibatchStats,
-    ModelRunner,
     max_micro_batch_tokens,
     mean_over_steps,
     sum_metrics,
 )
+from rlhf_cli.ppo.model_setup import prepare_models
 from rlhf_cli.ppo.optimizer import WeightAverage, build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.progress import says_if_slow, track_progress
@@ -89,69 +88,37 @@ class PPOTrainer:
         assert policy is not ref, "the reference must be a separate copy"
         assert bool(ptx) == bool(settings.ptx_coef), "pass ptx rows if and only if ptx_coef is set"
         assert (value is None) != settings.needs_value_model, "pass a value model if and only if the advantage needs it"
-        settings = settings.model_copy(update={"bf16": devices.use_bf16(settings.bf16)})
-        _check_engine_settings(engine, settings)
+        self.settings = settings.model_copy(update={"bf16": devices.use_bf16(settings.bf16)})
+        _check_engine_settings(engine, self.settings)
 
-        self.settings = settings
         self.seed = seed
         self.process_group = process_group
-        self.policy = policy
-        self.ref = ref.requires_grad_(False)
-        self.value = value
         self.engine = engine
         self.rewards = rewards
         self.reward_weights = dict.fromkeys(rewards, 1.0) | (weights or {})
         self.reward_clips = clips or {}
         self.ptx = ptx
 
+        self.policy = policy
+        self.value = value
+        self.ref = ref.requires_grad_(False)
         self.trained_models: dict[str, Any] = {"policy": policy}
         if value is not None:
             self.trained_models["value"] = value
-        self._frozen_names: dict[str, set[str]] = {}
+        self._frozen_keys: dict[str, set[str]] = {}  # of the state dicts, by model
         for name, model in self.trained_models.items():
             _train_something(model)
-            self._frozen_names[name] = lora.frozen_state_keys(model)
-        self.parallel: ReplicatedModels | ShardedModels = ReplicatedModels(process_group)
-        self._place_models()
+            self._frozen_keys[name] = lora.frozen_state_keys(model)
+        self.model_runner, self.parallel = prepare_models(policy, self.ref, value, self.settings, process_group)
 
-        self.optimizer = optimizer or build_optimizer(self.trained_models, settings)
-        self.scheduler = scheduler or build_scheduler(self.optimizer, settings, num_updates or settings.num_updates())
+        self.optimizer = optimizer or build_optimizer(self.trained_models, self.settings)
+        if scheduler is None:
+            scheduler = build_scheduler(self.optimizer, self.settings, num_updates or settings.num_updates())
+        self.scheduler = scheduler
         self.average = WeightAverage(policy, settings.average) if settings.average else None
         self.updates = 0
         self.kl_coef = settings.kl_coef
         self.score_moments = RunningMeanStd()
-
-    def _place_models(self) -> None:
-        """Prepare the models to run: dropout, shared layers, packing, dtypes, shards, devices, checkpointing."""
-        settings = self.settings
-        shards = bool(settings.fsdp) and self.process_group.world_size > 1
-        for model in (*self.trained_models.values(), self.ref):
-            forward.disable_dropout(model)
-        if settings.num_shared_layers:
-            sharding.share_layers(self.policy, self.ref, settings.num_shared_layers)
-        loading = self.process_group if shards else SINGLE_PROCESS
-        self.model_runner = ModelRunner(self.policy, self.ref, self.value, settings, loading)
-        backbones = self.model_runner.trained_backbones
-
-        fsdp_shards_ref = settings.fsdp and not settings.offload  # it shards weights of one dtype
-        if settings.bf16 and not settings.num_shared_layers and not fsdp_shards_ref:
-            lora.autocast_matrices(self.ref)
-        if settings.offload:
-            if shards:
-                sharding.broadcast_weights(self.ref, CPU)
-            sharding.offload_to_cpu(self.ref)
-
-        if shards:
-            frozen = [] if settings.offload else [self.ref]
-            self.parallel = _sharded_models(settings)(self.process_group, backbones, frozen)
-        if self.model_runner.has_value_head:
-            if shards:
-                sharding.broadcast_weights(self.value, self.policy.device)
-            self.value.to(self.policy.device)  # to which sharding has moved the policy
-
-        if settings.gradient_checkpointing:
-            for model in backbones:
-                forward.enable_gradient_checkpointing(model)
 
     def step(self, prompts: Prompts) -> Stats:
         """Run one PPO update on num_samples_per_prompt responses to each prompt; return its metrics."""
@@ -186,8 +153,8 @@ class PPOTrainer:
         """
         if purpose == "sample":
             prompts = prompts.repeat(self.settings.num_samples_per_prompt)
-        seeds = [derive_seed(self.seed, purpose, self.updates, row) for row in range(len(prompts))]
-        seeded = replace(prompts, seeds=tuple(seeds), response_length=self.response_limit)
+        seeds = tuple(derive_seed(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
+        seeded = replace(prompts, seeds=seeds, response_length=self.response_limit)
 
         if engine is not None:
             return replace(self._generate(seeded, engine), logprobs=None)
@@ -210,7 +177,8 @@ class PPOTrainer:
         else:
             model = getattr(engine, "model", self.policy)
             with self.parallel.gathered_model(model):
-                rollout = Rollout.concat(group.map_rows(len(seeded), generate_part))
+                parts = group.map_rows(len(seeded), generate_part)
+            rollout = Rollout.concat(parts)
         return replace(rollout, records=seeded.records)
 
     @property
@@ -220,7 +188,8 @@ class PPOTrainer:
         if not isinstance(length, LengthRange):
             return length
         num_lengths = length.max - length.min + 1
-        return length.min + derive_seed(self.seed, "length", self.updates) % num_lengths
+        draw = derive_seed(self.seed, "length", self.updates)
+        return length.min + draw % num_lengths
 
     # Make experience
 
@@ -233,15 +202,16 @@ class PPOTrainer:
         rollout was drawn from other weights; ValueError if rollout_correction lacks the engine's log-probs.
         """
         rollout = rollout.to(self.policy.device)
-        settings = self.settings
         minibatches = self._make_minibatches(rollout, epoch=0)
         with self.ref_on_device():
             outputs = self._forward(rollout, minibatches)
-        monitor.check_finite(outputs, self.updates + 1)
-        score_result = self._compute_scores(rollout, scores)
+        for name, output in outputs.items():
+            monitor.check_finite(name, output, self.updates + 1)
 
+        score_result = self._compute_scores(rollout, scores)
+        values = outputs.get("values")
         token_rewards = self._token_rewards(rollout, score_result, outputs["kl"])
-        advantages, returns = estimate_advantages(rollout, token_rewards, outputs.get("values"), settings)
+        advantages, returns = estimate_advantages(rollout, token_rewards, values, self.settings)
         experience = Experience(
             rollout,
             minibatches,
@@ -253,12 +223,11 @@ class PPOTrainer:
             kl=outputs["kl"],
             rewards=token_rewards,
             advantages=advantages,
-            values=outputs.get("values"),
+            values=values,
             returns=returns,
         )
-        find_cause = partial(self._gap_cause, experience)
-        monitor.check_engine(experience, settings.max_logprob_gap, self.updates + 1, find_cause)
-        return experience.corrected(settings.rollout_correction)
+        self._check_engine(experience)
+        return experience.corrected(self.settings.rollout_correction)
 
     def _token_rewards(self, rollout: Rollout, scores: ScoreResult, kl: Tensor) -> Tensor:
         """Return the rewards (B, R): the score at the last token, less the KL penalty with kl_in reward."""
@@ -269,58 +238,24 @@ class PPOTrainer:
             rewards = losses.masked_whiten(rewards, mask, shift_mean=False)
         return rewards
 
-    def _gap_cause(self, experience: Experience) -> tuple[str, str]:
-        """Return why the engine's log-probs differ from the policy's, and a hint: by a row that both compute alone."""
-        rollout = experience.rollout
-        engine = self.engine
-        drawn = rollout.logprobs
-        assert drawn is not None
-        limit = self.settings.max_logprob_gap
-        gaps = torch.where(rollout.response_mask, experience.logprobs - drawn, 0).abs()
-        row = int(gaps.sum(1).argmax())
-        one = rollout.rows(slice(row, row + 1))
-
-        gap = self._gap_alone(one, experience.logprobs[row : row + 1])
-        if gap > limit:
-            cause = f"the policy's passes over a batch differ by {gap:.2g} nats a token from those of row {row} alone"
-            return cause, "set ppo.packing: false, or ppo.per_device_train_batch_size: 1"
-        if isinstance(engine, HFEngine):
-            prompt = Prompts(
-                one.ids[:, : one.prompt_width],
-                one.mask[:, : one.prompt_width],
-                seeds=(derive_seed(self.seed, "sample", self.updates, row),),
-                response_length=drawn.shape[1],
-            )
-            with self.parallel.gathered_model(engine.model):
-                again = engine.generate(prompt).to(one.ids.device)
-            assert again.logprobs is not None
-            if self._gap_alone(again, again.logprobs) <= limit:
-                cause = f"what the engine draws depends on the padding beside a row; row {row} drawn alone is right"
-                return cause, "set ppo.local_rollout_forward_batch_size: 1"
-        return "it draws from other weights", "check that the engine gets the last weights"
-
-    def _gap_alone(self, row: Rollout, logprobs: Tensor) -> float:
-        """Return the mean difference, in nats a token, of `logprobs` (1, R) from those of a rollout of one row."""
-        only_row = torch.zeros(1, dtype=torch.int64, device=row.ids.device)
-        minibatch = (only_row,)
-        with self.ref_on_device():
-            outputs = self._forward(row, (minibatch,))
-        gaps = (outputs["logprobs"] - logprobs)[row.response_mask]
-        return float(gaps.abs().mean())
-
     def _compute_scores(self, rollout: Rollout, given: Tensor | None) -> ScoreResult:
         """Score the rollout by all reward sources, or take `given` scores (B,), and process the sum."""
-        results: dict[str, Any] = {"given": given}
-        if given is None:
-            results = {name: self._call_source(name, rollout) for name in self.rewards}
-        ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
-        raw = {name: as_row_scores(name, result, rollout) for name, result in results.items()}
+        raw: dict[str, Tensor] = {}
+        ensembles: dict[str, EnsembleScores] = {}
+        if given is not None:
+            raw["given"] = as_row_scores("given", given, rollout)
+        else:
+            for name in self.rewards:
+                result = self._call_source(name, rollout)
+                raw[name] = as_row_scores(name, result, rollout)
+                if isinstance(result, EnsembleScores):
+                    ensembles[name] = result
         monitor.check_scores(raw, ensembles, self.rewards, self.updates + 1)
 
-        if given is None:
-            summed = weighted_sum(raw, self.reward_weights, self.reward_clips, rollout.records)
-        else:
+        if given is not None:
             summed = raw["given"]
+        else:
+            summed = weighted_sum(raw, self.reward_weights, self.reward_clips, rollout.records)
         moments = self.score_moments + RunningMeanStd.of(summed)
         final = normalize_scores(summed, moments, self.settings)
         if given is None:
@@ -337,42 +272,49 @@ class PPOTrainer:
 
     def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
         """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""
+        num_rows = len(rollout)
         seed = derive_seed(self.seed, "minibatches", self.updates, epoch)
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(rollout), generator=generator).to(rollout.ids.device)
-        num_minibatches = min(self.settings.num_mini_batches, len(order))
-        minibatches = order.tensor_split(num_minibatches)
-        return tuple(self._split_minibatch(rollout, rows) for rows in minibatches)
+        order = torch.randperm(num_rows, generator=generator).to(rollout.ids.device)
+
+        minibatches = []
+        for rows in order.tensor_split(min(self.settings.num_mini_batches, num_rows)):
+            minibatches.append(self._split_minibatch(rollout, rows))
+        return tuple(minibatches)
 
     def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> MinibatchRows:
         """Split the rows of a minibatch into micro-batches of rows of similar length."""
+        on_cpu = self.policy.device.type == "cpu"
         micro_batches = split_into_micro_batches(
             rollout.lengths,
             rows,
             max_rows=self.settings.per_device_train_batch_size,
-            max_tokens=max_micro_batch_tokens(self.settings, on_cpu=self.policy.device.type == "cpu"),
+            max_tokens=max_micro_batch_tokens(self.settings, on_cpu=on_cpu),
             packed=self.model_runner.packed,
         )
         return tuple(micro_batches)
 
     def ref_on_device(self) -> AbstractContextManager[None]:
         """Context manager that moves an offloaded reference to the policy's device."""
-        return sharding.on_device(self.ref, self.policy.device) if self.settings.offload else nullcontext()
+        if not self.settings.offload:
+            return nullcontext()
+        return sharding.on_device(self.ref, self.policy.device)
 
     def _forward(self, rollout: Rollout, minibatches: tuple[MinibatchRows, ...]) -> dict[str, Tensor]:
         """Return the models' outputs, (B, R) each and 0 outside the response mask, by the update's micro-batches."""
+        runner = self.model_runner
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
-        outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in self.model_runner.outputs}
+        outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in runner.outputs}
         micro_batches = list(chain.from_iterable(minibatches))
         with (
             self.parallel.minibatch_context(),
-            self.model_runner.scoring_context(),
+            runner.scoring_context(),
             forward.float32_logits(self.policy, self.ref),
         ):
             assigned = self.parallel.micro_batches_of_rank(micro_batches)
             for rows, is_real in track_progress("log-probs: micro-batch", assigned):
                 micro_batch = rollout.micro_batch(rows)
-                for name, values in self.model_runner.forward(micro_batch).items():
+                for name, values in runner.forward(micro_batch).items():
                     if is_real:
                         outputs[name][micro_batch.response_index] = values
         self.process_group.all_reduce(outputs.values())
@@ -390,8 +332,10 @@ class PPOTrainer:
         if experience.advantages is None:
             text = f"num_samples_per_prompt {settings.num_samples_per_prompt} adjacent responses to each prompt"
             raise ValueError(f"advantage {settings.advantage} needs {text}")
-        learning_rates = {LEARNING_RATES[name]: self._learning_rate(name) for name in self.trained_models}
-        policy_was_trained = self._trains_policy
+        trained_policy = self._trains_policy
+        learning_rates = {}
+        for name in self.trained_models:
+            learning_rates[LEARNING_RATES[name]] = self._learning_rate(name)
 
         step_stats, num_epochs = self._train_epochs(experience)
         self._check_weights()
@@ -400,43 +344,51 @@ class PPOTrainer:
         self.updates += 1
         if self.average:
             self.average.update()
-
-        stats = experience.metrics(kl_in_reward=settings.kl_in == "reward") | mean_over_steps(step_stats)
         self.score_moments = experience.score_result.moments
-        if settings.adap_kl_ctrl and policy_was_trained:  # otherwise the KL does not depend on the coefficient
+
+        num_episodes = len(experience.rollout)
+        stats = {
+            "episode": self.updates * num_episodes,
+            "policy/epochs": num_epochs,
+            **experience.metrics(kl_in_reward=settings.kl_in == "reward"),
+            **mean_over_steps(step_stats),
+            **learning_rates,
+        }
+        if settings.adap_kl_ctrl and trained_policy:  # otherwise the KL does not depend on the coefficient
             self.kl_coef = losses.adapt_kl_coef(
                 self.kl_coef,
                 stats["objective/kl"],
                 target=settings.target,
-                episodes=len(experience.rollout),
+                episodes=num_episodes,
                 horizon=settings.horizon,
             )
-        return {
-            "episode": self.updates * len(experience.rollout),
-            "policy/epochs": num_epochs,
-            **stats,
-            **learning_rates,
-        }
+        return stats
 
     def _train_epochs(self, experience: Experience) -> tuple[list[Stats], int]:
         """Train until the last epoch or early_stopping; return the metrics of each step, and the number of epochs."""
         settings = self.settings
+        needs_ref = self.model_runner.exact_kl_in_loss
+        minibatches = experience.minibatches
         steps: list[Stats] = []
         self.engine_has_weights = False
-        with self.ref_on_device() if self.model_runner.exact_kl_in_loss else nullcontext():
+        with self.ref_on_device() if needs_ref else nullcontext():
             for epoch in track_progress("update: epoch", range(settings.num_ppo_epochs)):
-                minibatches = self._make_minibatches(experience.rollout, epoch) if epoch else experience.minibatches
+                if epoch > 0:
+                    minibatches = self._make_minibatches(experience.rollout, epoch)
                 for minibatch in track_progress("minibatch", minibatches):
-                    steps.append(self._train_minibatch(experience, minibatch, epoch))
-                if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
+                    stats = self._train_minibatch(experience, minibatch, epoch)
+                    steps.append(stats)
+                if settings.early_stopping and stats["policy/policykl"] > 1.5 * settings.target_kl:
                     break
         return steps, epoch + 1
 
     def _check_weights(self) -> None:
         """Raise RLHFError R01 for a weight that is not finite, and if the ranks' weights differ."""
-        norms = {name: self.parallel.trainable_norm(model) for name, model in self.trained_models.items()}
-        named = {f"a weight of the {name} model": norm for name, norm in norms.items()}
-        monitor.check_finite(named, self.updates + 1)
+        norms: dict[str, Tensor] = {}
+        for name, model in self.trained_models.items():
+            norms[name] = self.parallel.trainable_norm(model)
+        for name, norm in norms.items():
+            monitor.check_finite(f"a weight of the {name} model", norm, self.updates + 1)
         self.parallel.check_replicas(norms)
 
     def _learning_rate(self, name: str) -> float:
@@ -447,19 +399,22 @@ class PPOTrainer:
 
     def _train_minibatch(self, experience: Experience, minibatch: MinibatchRows, epoch: int = 0) -> Stats:
         """Take one optimizer step on the mean loss over the minibatch's response tokens; return its metrics."""
+        runner = self.model_runner
         num_tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
+        results = []
         self.optimizer.zero_grad(set_to_none=True)
         with (
             self.parallel.minibatch_context(),
             forward.gradient_checkpointing(*self.trained_models.values()),
-            self.model_runner.compiled_layers(),
-            self.model_runner.accumulate_in_place(),
+            runner.compiled_layers(),
+            runner.accumulate_in_place(),
         ):
-            results = []
-            for rows, is_real in track_progress("micro-batch", self.parallel.micro_batches_of_rank(minibatch)):
+            assigned = self.parallel.micro_batches_of_rank(minibatch)
+            for rows, is_real in track_progress("micro-batch", assigned):
                 micro_batch = experience.rollout.micro_batch(rows)
-                result = self.model_runner.backward(
-                    experience.token_batch(micro_batch),
+                tokens = experience.token_batch(micro_batch)
+                result = runner.backward(
+                    tokens,
                     micro_batch,
                     experience.kl_coef,
                     scale=is_real / num_tokens,
@@ -469,20 +424,19 @@ class PPOTrainer:
                     results.append(result)
             ptx = self._backward_ptx(minibatch, epoch)
 
-        rank_stats = self.process_group.all_gather_object(MinibatchStats.from_results(results, ptx, self.updates + 1))
-        token_sums = sum_metrics([rank.token_sums for rank in rank_stats])
+        own = MinibatchStats.from_results(results, ptx, self.updates + 1)
+        ranks = self.process_group.all_gather_object(own)
+        token_sums = sum_metrics(rank.token_sums for rank in ranks)
         stats = {name: total / num_tokens for name, total in token_sums.items()}
-        stats |= sum_metrics([rank.ptx for rank in rank_stats])
+        stats |= sum_metrics(rank.ptx for rank in ranks)
 
         limit = self.settings.ratio_threshold
         skipped = limit is not None and stats["val/ratio"] > limit
         if not skipped:
-            stats |= self._optimizer_step(rank_stats)
-        return {
-            **stats,
-            "ratio_error": max(rank.max_ratio_error for rank in rank_stats),
-            "skipped": float(skipped),
-        }
+            stats |= self._optimizer_step(ranks)
+        stats["ratio_error"] = max(rank.max_ratio_error for rank in ranks)
+        stats["skipped"] = float(skipped)
+        return stats
 
     @property
     def _trains_policy(self) -> bool:
@@ -493,6 +447,18 @@ class PPOTrainer:
         """Add the gradient of the language-model loss over ptx rows, one sampled for each episode of the minibatch."""
         if not self.ptx or not self._trains_policy:
             return {}
+        ptx_rows = self._draw_ptx_rows(minibatch, epoch)
+        all_rows = torch.arange(len(ptx_rows), device=ptx_rows.ids.device)
+        micro_batches = self._split_minibatch(ptx_rows, all_rows)
+        num_tokens = int(ptx_rows.response_mask.sum())
+        loss = 0.0
+        for rows, is_real in self.parallel.micro_batches_of_rank(micro_batches):
+            micro_batch = ptx_rows.micro_batch(rows)
+            loss += self.model_runner.backward_ptx(micro_batch, is_real / num_tokens)
+        return {"loss/ptx_avg": loss}
+
+    def _draw_ptx_rows(self, minibatch: MinibatchRows, epoch: int) -> Rollout:
+        """Draw a ptx row for each episode of the minibatch, with prompt and completion as prompt and response."""
         prompts = []
         completions = []
         for episode in torch.cat(minibatch).tolist():
@@ -500,55 +466,65 @@ class PPOTrainer:
             prompt, completion = self.ptx[draw % len(self.ptx)]
             prompts.append(prompt)
             completions.append(completion)
+        return Rollout.from_lists(prompts, completions).to(self.policy.device)
 
-        ptx_rows = Rollout.from_lists(prompts, completions).to(self.policy.device)
-        num_tokens = int(ptx_rows.response_mask.sum())
-        all_rows = torch.arange(len(ptx_rows), device=ptx_rows.ids.device)
-        micro_batches = self._split_minibatch(ptx_rows, all_rows)
-        loss = 0.0
-        for rows, is_real in self.parallel.micro_batches_of_rank(micro_batches):
-            loss += self.model_runner.backward_ptx(ptx_rows.micro_batch(rows), is_real / num_tokens)
-        return {"loss/ptx_avg": loss}
-
-    def _optimizer_step(self, rank_stats: list[MinibatchStats]) -> Stats:
+    def _optimizer_step(self, ranks: list[MinibatchStats]) -> Stats:
         """Clip gradients and step; return the norms. Raises RLHFError R01 before stepping if a number is not finite."""
-        for rank in rank_stats:
+        for rank in ranks:
             if rank.error:
                 raise rank.error
 
-        gradient_norms = {}
+        norms: dict[str, Tensor] = {}
         for name, model in self.trained_models.items():
             self.parallel.all_reduce_gradients(model)
-            gradient_norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
-        named = {f"{name} gradient": norm for name, norm in gradient_norms.items()}
-        monitor.check_finite(named, self.updates + 1)
+            norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
+        for name, norm in norms.items():
+            monitor.check_finite(f"{name} gradient", norm, self.updates + 1)
         self.optimizer.step()
-        return {f"{name}/grad_norm": float(norm) for name, norm in gradient_norms.items()}
+        return {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}
 
     @contextmanager
     def averaged_policy(self) -> Iterator[None]:
         """Context manager: with settings.average the policy has the averaged weights, then its own, bit for bit."""
-        with self.average.in_model() if self.average else nullcontext():
-            self.engine_has_weights &= self.average is None
+        if self.average is None:
+            yield
+            return
+        self.engine_has_weights = False
+        with self.average.in_model():
             try:
                 yield
             finally:
-                self.engine_has_weights &= self.average is None
+                self.engine_has_weights = False
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything the next step depends on, except frozen weights and settings."""
-        states = {name: part.state_dict() for name, part in self._stateful_parts().items()}
-        for name, frozen in self._frozen_names.items():
-            states[name] = {key: tensor for key, tensor in states[name].items() if key not in frozen}
-        return {
+        state: dict[str, Any] = {
             "updates": self.updates,
             "seed": self.seed,
             "kl_coef": self.kl_coef,
             "moments": asdict(self.score_moments),
-            **states,
         }
+        for name, part in self._stateful_parts().items():
+            frozen = self._frozen_keys.get(name, set())
+            state[name] = {key: value for key, value in part.state_dict().items() if key not in frozen}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()`. Raises ValueError if the state's seed differs, or its weights do not fit."""
+        if state["seed"] != self.seed:
+            raise ValueError(f"the state is of a run with seed {state['seed']}, this one has {self.seed}")
+
+        for name, part in self._stateful_parts().items():
+            if name in self.trained_models:
+                self._load_weights(name, part, state[name])
+            else:
+                part.load_state_dict(state[name])
+        self.updates = state["updates"]
+        self.kl_coef = state["kl_coef"]
+        self.score_moments = RunningMeanStd(**state["moments"])
+        self.engine_has_weights = False
 
     def _stateful_parts(self) -> dict[str, Any]:
         """Return the objects with a state by their names in checkpoints."""
@@ -557,22 +533,66 @@ class PPOTrainer:
             parts["average"] = self.average
         return parts
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()`. Raises ValueError if the state's seed differs."""
-        if state["seed"] != self.seed:
-            raise ValueError(f"the state is of a run with seed {state['seed']}, this one has {self.seed}")
-        for name, part in self._stateful_parts().items():
-            if name not in self.trained_models:
-                part.load_state_dict(state[name])
-        for name, frozen in self._frozen_names.items():
-            missing, unexpected = self.trained_models[name].load_state_dict(state[name], strict=False)
-            wrong = unexpected or sorted(set(missing) - frozen)
-            if wrong:
-                raise ValueError(f"the state does not fit the {name} model: {wrong[0]}")
-        self.updates = state["updates"]
-        self.kl_coef = state["kl_coef"]
-        self.score_moments = RunningMeanStd(**state["moments"])
-        self.engine_has_weights = False
+    def _load_weights(self, name: str, model: Any, weights: dict[str, Tensor]) -> None:
+        """Load all weights of a trained model that are not frozen. Raises ValueError for others."""
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        wrong = unexpected or sorted(set(missing) - self._frozen_keys[name])
+        if wrong:
+            raise ValueError(f"the state does not fit the {name} model: {wrong[0]}")
+
+    # Engine
+
+    def _check_engine(self, experience: Experience) -> None:
+        """Raise RLHFError R19 if the engine's log-probs differ by more than max_logprob_gap nats on average."""
+        gaps = experience.logprob_gap
+        mean = float(gaps.mean()) if len(gaps) else 0.0
+        limit = self.settings.max_logprob_gap
+        if mean > limit:
+            cause, hint = self._gap_cause(experience)
+            text = f"step {self.updates + 1}: the engine's log-probs differ from the policy's by {mean:.3g} nats "
+            text += f"a token, more than ppo.max_logprob_gap {limit:g}: {cause}; nothing was trained on them"
+            raise RLHFError("R19", text, hint=f"the same command resumes; {hint}")
+
+    def _gap_cause(self, experience: Experience) -> tuple[str, str]:
+        """Return why the engine's log-probs differ from the policy's, and a hint: by a row that both compute alone."""
+        limit = self.settings.max_logprob_gap
+        gaps = torch.zeros_like(experience.logprobs)
+        gaps[experience.mask] = experience.logprob_gap
+        row = int(gaps.sum(1).argmax())
+        one = experience.rollout.rows(slice(row, row + 1))
+
+        gap = self._gap_alone(one, experience.logprobs[row : row + 1])
+        if gap > limit:
+            cause = f"the policy's passes over a batch differ by {gap:.2g} nats a token from those of row {row} alone"
+            return cause, "set ppo.packing: false, or ppo.per_device_train_batch_size: 1"
+
+        if isinstance(self.engine, HFEngine):
+            again = self._draw_again(self.engine, one, row)
+            assert again.logprobs is not None
+            if self._gap_alone(again, again.logprobs) <= limit:
+                cause = f"what the engine draws depends on the padding beside a row; row {row} drawn alone is right"
+                return cause, "set ppo.local_rollout_forward_batch_size: 1"
+        return "it draws from other weights", "check that the engine gets the last weights"
+
+    def _draw_again(self, engine: HFEngine, one: Rollout, row: int) -> Rollout:
+        """Return the response to the prompt of a rollout of one row, `row` of the last one, drawn alone."""
+        prompt = Prompts(
+            one.ids[:, : one.prompt_width],
+            one.mask[:, : one.prompt_width],
+            seeds=(derive_seed(self.seed, "sample", self.updates, row),),
+            response_length=one.response_mask.shape[1],
+        )
+        with self.parallel.gathered_model(engine.model):
+            return engine.generate(prompt).to(one.ids.device)
+
+    def _gap_alone(self, row: Rollout, logprobs: Tensor) -> float:
+        """Return the mean difference, in nats a token, of `logprobs` (1, R) from those of a rollout of one row."""
+        micro_batch = torch.zeros(1, dtype=torch.int64, device=row.ids.device)
+        minibatch = (micro_batch,)
+        with self.ref_on_device():
+            outputs = self._forward(row, (minibatch,))
+        gaps = (outputs["logprobs"] - logprobs)[row.response_mask]
+        return float(gaps.abs().mean())
 
 
 def _check_engine_settings(engine: RolloutEngine, settings: PPOSettings) -> None:
@@ -587,11 +607,3 @@ def _train_something(model: Any) -> None:
     """Train all parameters of a model, if none requires a gradient, e.g. of a copy of a frozen model."""
     if not any(weight.requires_grad for weight in model.parameters()):
         model.requires_grad_(True)
-
-
-def _sharded_models(settings: PPOSettings) -> type[ShardedModels]:
-    """Return the class of `ppo.fsdp`; nothing else imports `experimental`."""
-    if settings.fsdp != "hybrid":
-        return ShardedModels
-    hybrid: type[ShardedModels] = import_module("rlhf_cli.experimental.hybrid_sharding").HybridShardedModels
-    return hybrid

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError
-from rlhf_cli.models import forward
+from rlhf_cli.models import devices, forward
 from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop, right_pad, stop_ids
 
 NOISE_FACTOR = 4.0  # a gap of so many times that of the reference's weights is no rounding
@@ -67,7 +67,8 @@ class VLLMClient:
                 requests = []
                 for body in bodies:
                     data = None if body is None else json.dumps(body).encode()
-                    requests.append(self.client.request(connections, self.url + path, data))
+                    request = self.client.request(connections, self.url + path, data)
+                    requests.append(request)
                 return await asyncio.gather(*requests)
 
         try:
@@ -82,30 +83,26 @@ class VLLMClient:
 
     def wait(self, seconds: float) -> None:
         """Wait until the server answers. Raises RLHFError R20 after `seconds`."""
-        patient = self.client
+        probe = replace(self, client=HTTPClient(HEALTH_TIMEOUT_S, 0))
         end = time.monotonic() + seconds
-        try:
-            self.client = HTTPClient(HEALTH_TIMEOUT_S, 0)
-            while True:
-                try:
-                    self.call("/health")
-                    return
-                except ServerLostError as lost:
-                    if time.monotonic() >= end:
-                        raise self.error(str(lost)) from None
-                time.sleep(HEALTH_INTERVAL_S)
-        finally:
-            self.client = patient
+        while True:
+            try:
+                probe.call("/health")
+                return
+            except ServerLostError as lost:
+                if time.monotonic() >= end:
+                    raise self.error(str(lost)) from None
+            time.sleep(HEALTH_INTERVAL_S)
 
     def read_models(self, needed_tokens: int) -> None:
         """Read what the server serves. Raises RLHFError R20 if its rows are shorter than `needed_tokens`."""
         models = self.call("/v1/models").get("data") or []
-        base = next((model for model in models if not model.get("parent")), None)
-        if base is None:
+        bases = [model for model in models if not model.get("parent")]
+        if not bases:
             raise self.error("/v1/models names no model: is it a vLLM server?")
-        self.served = base["id"]
+        self.served = bases[0]["id"]
         self.loaded = [model["id"] for model in models if model.get("parent")]
-        limit = base.get("max_model_len") or needed_tokens
+        limit = bases[0].get("max_model_len") or needed_tokens
         if limit < needed_tokens:
             text = f"serves rows of {limit} tokens; prompt and response have up to {needed_tokens}"
             raise self.error(text, hint=f"start it with --max-model-len {needed_tokens}")
@@ -130,7 +127,8 @@ class VLLMClient:
         if version not in self.loaded:
             self.call("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
             self.loaded.append(version)
-        ours = [name for name in self.loaded if _run_of(name) == _run_of(version)]
+        run = _run_of(version)
+        ours = [name for name in self.loaded if _run_of(name) == run]
         for name in ours[:-2]:
             self.call("/v1/unload_lora_adapter", {"lora_name": name})
             self.loaded.remove(name)
@@ -145,11 +143,16 @@ class VLLMClient:
 
     def complete(self, name: str, rows: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[Any]:
         """Return the choice of each row of ids, which the server continues by its `options`."""
-        shared = {"model": name, "return_token_ids": True, "logprobs": 0, **PLAIN_SAMPLING}
-        bodies = [{**shared, "prompt": ids, **option} for ids, option in zip(rows, options, strict=True)]
+        bodies = []
+        for ids, option in zip(rows, options, strict=True):
+            body = {"model": name, "return_token_ids": True, "logprobs": 0, **PLAIN_SAMPLING, "prompt": ids, **option}
+            bodies.append(body)
+        answers = self.call_all("/v1/completions", bodies)
+
         choices = []
-        for ids, answer in zip(rows, self.call_all("/v1/completions", bodies), strict=True):
-            choice = (answer.get("choices") or [{}])[0]
+        for ids, answer in zip(rows, answers, strict=True):
+            answered = answer.get("choices") or [{}]
+            choice = answered[0]
             read = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
             if read != ids:
                 raise self.error(f"read other tokens than the prompt's: {str(read)[:80]}")
@@ -190,6 +193,21 @@ class RowLogprobs:
     logprobs: Tensor
     entropy: Tensor  # mean of -log p
     variance: Tensor  # of log p
+
+    @classmethod
+    def concat(cls, rows: Sequence["RowLogprobs"]) -> "RowLogprobs":
+        """Return the tokens of all rows as one."""
+        return cls(
+            torch.cat([row.logprobs for row in rows]),
+            torch.cat([row.entropy for row in rows]),
+            torch.cat([row.variance for row in rows]),
+        )
+
+    @property
+    def surprise(self) -> float:
+        """Sum of -log p - entropy, in its standard errors: near 0 for tokens drawn from p."""
+        total = float((-self.logprobs - self.entropy).sum())
+        return total / math.sqrt(float(self.variance.sum()) or 1.0)
 
 
 @dataclass
@@ -271,7 +289,9 @@ class VLLMEngine:
         self.server.wait(self.max_wait)
         self.server.read_models(self.longest_row)
 
-        name = self.server.load(*weights) if weights else self.server.served
+        name = self.server.served
+        if weights:
+            name = self.server.load(*weights)
         self.noise = self._check(name, self.ref, self.max_gap)
 
     def _load(self) -> None:
@@ -289,26 +309,27 @@ class VLLMEngine:
         """
         rollout = self._draw(name, self.probe)
         assert rollout.logprobs is not None
-        lengths = rollout.response_lengths.tolist()
-        theirs = [row[:length] for row, length in zip(rollout.logprobs, lengths, strict=True)]
         on_device = rollout.to(model.device)
-        ours = [self._logprobs(model, on_device, row) for row in range(len(rollout))]
-        drawn = [Drawn(rollout.response_tokens(row), each.logprobs) for row, each in enumerate(ours)]
+        theirs = []
+        rows = []
+        drawn = []
+        for row, length in enumerate(rollout.response_lengths.tolist()):
+            own = self._logprobs(model, on_device, row)
+            theirs.append(rollout.logprobs[row, :length])
+            rows.append(own)
+            drawn.append(Drawn(rollout.response_tokens(row), own.logprobs))
         if self.before and _has_old_weights(theirs, drawn, self.before):
             raise self._error("still has the weights of the sync before: those of the last update did not arrive")
 
-        logprobs = torch.cat([each.logprobs for each in ours])
-        entropy = torch.cat([each.entropy for each in ours])
-        variance = torch.cat([each.variance for each in ours])
-        gap = float((torch.cat(theirs) - logprobs).abs().mean())
+        ours = RowLogprobs.concat(rows)
+        gap = float((torch.cat(theirs) - ours.logprobs).abs().mean())
         if not gap <= limit:
             what = "models.sft" if self.noise is None else "the policy, or only a part of them"
             causes = "old head, old prefix cache, other adapter, penalty, or no --logprobs-mode processed_logprobs"
             difference = f"its log-probs differ by {gap:.3g} nats a token, more than {limit:.3g}"
             raise self._error(f"does not draw from the weights of {what}: {difference} ({causes})")
 
-        surprise = float((-logprobs - entropy).sum())
-        errors = surprise / math.sqrt(float(variance.sum()) or 1.0)
+        errors = ours.surprise
         if abs(errors) > MAX_STANDARD_ERRORS:
             difference = f"-log p of its draws is {errors:+.1f} standard errors from the entropy"
             raise self._error(f"draws from another distribution: {difference} (a filter such as top_k, a temperature)")
@@ -324,62 +345,68 @@ class VLLMEngine:
         """Return the log-probs of a row's response tokens by `model`, on the CPU."""
         rows = torch.tensor([row], device=rollout.ids.device)
         micro_batch = rollout.micro_batch(rows)
-        with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            logits = forward.response_logits(model, micro_batch)
+        with torch.no_grad(), devices.autocast(bf16=self.bf16, on=model.device):
+            logits = forward.response_logits(model, micro_batch)  # (N, V)
         log_p = (logits.float() / self.temperature).log_softmax(-1)
-        of_tokens = log_p.gather(1, micro_batch.response_ids[:, None])[:, 0]
+        logprobs = log_p.gather(1, micro_batch.response_ids[:, None])[:, 0]
 
         p = log_p.exp()
         entropy = -(p * log_p).sum(-1)
-        variance = (p * log_p.square()).sum(-1) - entropy.square()
-        return RowLogprobs(of_tokens.cpu(), entropy.cpu(), variance.cpu())
+        mean_square = (p * log_p.square()).sum(-1)
+        variance = mean_square - entropy.square()
+        return RowLogprobs(logprobs.cpu(), entropy.cpu(), variance.cpu())
 
     def _draw(self, name: str, prompts: Prompts) -> Rollout:
         """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""
         prompt_ids = prompts.ids.cpu()
         prompt_mask = prompts.mask.cpu()
+        limit = prompts.response_length
         rows = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
-        shared = {
+        sampling = {
             "temperature": self.temperature,
-            "max_tokens": prompts.response_length,
+            "max_tokens": limit,
             "stop_token_ids": list(stop_ids(self.stop_token_id)),
         }
-        choices = self.server.complete(name, rows, [{**shared, "seed": seed} for seed in prompts.seeds])
+        choices = self.server.complete(name, rows, [{**sampling, "seed": seed} for seed in prompts.seeds])
 
         tokens: list[list[int]] = []
         values: list[float] = []
         for choice in choices:
-            row_tokens, row_values = self._read(choice, prompts.response_length)
+            row_tokens, row_values = self._read(choice, limit)
             tokens.append(row_tokens)
             values += row_values
+
         responses, response_mask = right_pad(tokens, self.pad_token_id)
         logprobs = torch.zeros(response_mask.shape)
         logprobs[response_mask] = torch.tensor(values)
-        ended = (is_stop(responses, self.stop_token_id) & response_mask).any(1)
+        stopped = is_stop(responses, self.stop_token_id) & response_mask
         return Rollout(
             torch.cat([prompt_ids, responses], 1),
             torch.cat([prompt_mask, response_mask], 1),
             response_mask,
-            ended,
+            stopped.any(1),
             logprobs=logprobs,
         )
 
     def _read(self, choice: Any, limit: int) -> tuple[list[int], list[float]]:
         """Return a choice's tokens, through its stop token, and their log-probs."""
         ids = choice.get("token_ids")
-        values = (choice.get("logprobs") or {}).get("token_logprobs")
+        answered = choice.get("logprobs") or {}
+        values = answered.get("token_logprobs")
         problem = "gives no token ids with their log-probs (return_token_ids, logprobs)"
         if not isinstance(ids, list) or not isinstance(values, list):
             raise self.server.error(problem)
-        if not ids or len(ids) != len(values):
+        length = len(ids)
+        if not ids or len(values) != length:
             raise self.server.error(problem)
 
-        stopped = [token in stop_ids(self.stop_token_id) for token in ids]
-        is_complete = stopped[-1] or len(ids) == limit
-        if any(stopped[:-1]) or not is_complete or len(ids) > limit:
-            raise self.server.error(f"ended a response after {len(ids)} of {limit} tokens with token {ids[-1]}")
-        if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
-            raise self.server.error("gave a log-prob that is not finite")
+        *before, last = [token in stop_ids(self.stop_token_id) for token in ids]
+        is_complete = last or length == limit
+        if any(before) or not is_complete or length > limit:
+            raise self.server.error(f"ended a response after {length} of {limit} tokens with token {ids[-1]}")
+        for value in values:
+            if not isinstance(value, float | int) or not math.isfinite(value):
+                raise self.server.error("gave a log-prob that is not finite")
         return ids, values
 
 

@@ -209,10 +209,7 @@ class BestOfSampler:
                     bar.advance()
             return found
 
-        answers: dict[int, Answer] = {}
-        for part in process_group.gather_results(sample):
-            answers.update(part)
-        return [answers[i] for i in range(len(sources))]
+        return held_out.in_row_order(process_group.gather_results(sample))
 
     def _best_of_batch(self, sources: Sequence[SourcePrompt]) -> list[Answer]:
         """Return the best answer to each prompt of a batch."""

@@ -183,9 +183,10 @@ class PPORunner:
     def _announce(self) -> None:
         """Print the batch arithmetic, and what differs from the settings. Warns C18."""
         config = self.config
-        batches = prompt_rows.describe_batches(config, self.components.prompts, self.trainer.process_group.world_size)
+        trainer = self.trainer
+        batches = prompt_rows.describe_batches(config, self.components.prompts, trainer.process_group.world_size)
         terminal.say(f"ppo      {batches}")
-        if config.ppo.packing and not self.trainer.model_runner.packed:
+        if config.ppo.packing and not trainer.model_runner.packed:
             reason = "the models' layers are not all transformers' sdpa attention"
             terminal.say(f"ppo      rows are padded, not packed: {reason}")
         if config.ppo.kl_in == "reward" and config.ppo.kl_estimator != "k1":
@@ -215,7 +216,8 @@ class PPORunner:
         """Return the prompts of update `step`."""
         prompts = self.components.prompts
         count = self.config.ppo.prompts_per_update
-        return [prompts[i] for i in data.prompt_batch(len(prompts), step, count, self.config.seed)]
+        rows = data.prompt_batch(len(prompts), step, count, self.config.seed)
+        return [prompts[row] for row in rows]
 
     def _check(self, step: int, experience: Experience, stats: Stats) -> None:
         """Warn of problems that the update shows. Raises RLHFError R02, StopTraining R04 and R13."""
@@ -230,16 +232,17 @@ class PPORunner:
     def _handle_alerts(self, alerts: Sequence[Alert]) -> None:
         """Log the watchdog's alerts and take the configured actions. Raises StopTraining R13."""
         hint = "read samples.jsonl; raise ppo.kl_coef, or fix the reward (docs/rewards.md)"
+        trainer = self.trainer
         for alert in alerts:
-            self.watchdog_log.append({**asdict(alert), "kl_coef": self.trainer.kl_coef})
+            self.watchdog_log.append({**asdict(alert), "kl_coef": trainer.kl_coef})
         for alert in alerts:
             if alert.action == "stop":
                 raise StopTraining("R13", alert.text, key=f"ppo.watchdog.{alert.signal}", hint=hint)
             effect = ""
             if alert.action == "raise_kl_coef":
                 assert self.watchdog.limits is not None  # required for an alert
-                self.trainer.kl_coef *= self.watchdog.limits.kl_factor
-                effect = f"; kl_coef is {self.trainer.kl_coef:.4g} from here on"
+                trainer.kl_coef *= self.watchdog.limits.kl_factor
+                effect = f"; kl_coef is {trainer.kl_coef:.4g} from here on"
             if effect or alert.times == 1:
                 terminal.warn("R13", alert.text + effect, hint=hint)
 
@@ -286,8 +289,11 @@ class PPORunner:
             prompt = batch[error.row // self.config.ppo.num_samples_per_prompt]
             prompt_text = self.components.tokenizer.decode(prompt.ids)
             text += f"; its prompt: {prompt_text[:80]!r}"
+
         last = runs.latest_state(self.state_folder)
-        checkpoint = f"last good checkpoint: {shown(last)}" if last else "no checkpoint was saved before it"
+        checkpoint = "no checkpoint was saved before it"
+        if last:
+            checkpoint = f"last good checkpoint: {shown(last)}"
         return RLHFError("R01", text, hint=f"{problem.hint}; {checkpoint}")
 
 

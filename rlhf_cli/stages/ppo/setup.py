@@ -49,7 +49,10 @@ class PolicyModels:
 
 
 def load_components(
-    config: PPOConfig, options: Options, parents: Mapping[str, Parent], process_group: ProcessGroup = SINGLE_PROCESS
+    config: PPOConfig,
+    options: Options,
+    parents: Mapping[str, Parent],
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> PPOComponents:
     """Load and check everything a run needs. `config` has the batch sizes of all ranks together.
 
@@ -100,9 +103,11 @@ def load_components(
     )
     num_updates = settings.num_updates(len(prompts))
     value = cache.value_model(models.policy)
+    if not settings.offload and not settings.fsdp:
+        models.ref.to(devices.device())
     trainer = PPOTrainer(
         models.policy,
-        models.ref if settings.offload or settings.fsdp else models.ref.to(devices.device()),
+        models.ref,
         lora.unwrap(value),
         rewards=reward_sources.build_reward_sources(config, reward_fns, cache),
         engine=engine,
@@ -164,8 +169,11 @@ def _load_policy_models(
         with at_location(config.where("models.adapters.kind")):
             lora.quantize(start, devices.device(), bf16=bf16)
 
-    base = SharedBaseModels(config, options, sft, start) if adapters else None
-    saved = base.add_adapters(start, sft, "policy") if base else start
+    base = None
+    saved = start
+    if adapters:
+        base = SharedBaseModels(config, options, sft, start)
+        saved = base.add_adapters(start, sft, "policy")
     policy = lora.unwrap(saved)
     check_num_shared_layers(config, policy.config)
     row_trial.require_rows_alone(policy, config.where("models.sft"), loading)
@@ -230,8 +238,10 @@ def load_run_config(folder: Path) -> PPOConfig:
 def stop_token_id(config: PPOConfig, tokenizer: Any, sft: Parent, vocab_size: int) -> StopTokenId:
     """Return the ids that end a response. Raises RLHFError C06 if one exceeds the vocabulary."""
     settings = config.ppo
+    if settings.stop_token == "none":
+        return None
     if settings.stop_token_id is None:
-        return None if settings.stop_token == "none" else model_loading.stop_token_id(tokenizer, sft, vocab_size)
+        return model_loading.stop_token_id(tokenizer, sft, vocab_size)
     for stop in stop_ids(settings.stop_token_id):
         if stop >= vocab_size:
             text = f"ppo.stop_token_id {stop} is not a token of the model"
