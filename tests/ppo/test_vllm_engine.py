@@ -64,7 +64,7 @@ class Pair:
         self.policy = lora.unwrap(self.saved)
         self.stand_in = None if url else StandIn(served or copy.deepcopy(self.ref))
         self.server: Any = Planted(url or self.stand_in.url, sync, HTTPClient(60.0, 1))
-        probe = seeded(tiny.prompts(12), length=16)
+        probe = seeded(tiny.prompts(12 if url else 6), length=16)  # the stand-in answers one row at a time
         values = {"max_gap": 0.1, "max_wait": 5.0, "longest_row": 60, **options}
         self.engine = VLLMEngine(
             self.server, self.ref, self.write, probe, tiny.EOS, tiny.PAD, temperature, False,
