@@ -24,6 +24,7 @@ from rlhf_cli.errors import CODES
 from rlhf_cli.rewards import trial
 from tests.conftest import turns
 
+pytestmark = pytest.mark.training
 LINE = re.compile(r"(error|warning)\[(\w+)\]: (\S.*)")
 TEXTS = {
     "sft": [

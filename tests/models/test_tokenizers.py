@@ -202,16 +202,15 @@ CHANGED_IDS: dict[str, Callable[[Any], object]] = {
     "spaces next to an added token": added_token,
     "a token in front": backend("post_processor", TemplateProcessing("<eos> $A", special_tokens=[("<eos>", 1)])),
 }
-SAME_IDS: dict[str, Callable[[Any], object]] = {
-    "nothing": lambda _: None,
-    "our own pad token": own_pad_token,
-    "padding": lambda tokenizer: tokenizer.backend_tokenizer.enable_padding(length=9),
-    "truncation": lambda tokenizer: tokenizer.backend_tokenizer.enable_truncation(3),
-    "decoder": backend("decoder", decoders.Fuse()),
-    "offsets": backend("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)),
-    "an empty list of normalizers": backend("normalizer", normalizers.Sequence([])),
-    "a list of one": backend("pre_tokenizer", lambda own: pre_tokenizers.Sequence([own])),
-}
+SAME_IDS: list[Callable[[Any], object]] = [
+    own_pad_token,
+    lambda tokenizer: tokenizer.backend_tokenizer.enable_padding(length=9),
+    lambda tokenizer: tokenizer.backend_tokenizer.enable_truncation(3),
+    backend("decoder", decoders.Fuse()),
+    backend("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)),
+    backend("pre_tokenizer", lambda own: pre_tokenizers.Sequence([own])),
+    backend("normalizer", normalizers.Sequence([])),
+]
 
 
 @pytest.mark.parametrize("name", CHANGED_IDS)
@@ -221,10 +220,10 @@ def test_a_change_of_token_ids_is_found(name: str, world: World) -> None:
     assert difference(world.tokenizer(), changed)
 
 
-@pytest.mark.parametrize("name", SAME_IDS)
-def test_settings_that_do_not_change_ids_are_no_difference(name: str, world: World, tmp_path: Path) -> None:
+def test_settings_that_do_not_change_ids_are_no_difference(world: World, tmp_path: Path) -> None:
     changed = world.tokenizer()
-    SAME_IDS[name](changed)
+    for change in SAME_IDS:
+        change(changed)
     changed.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(dict(reversed(settings.items())), indent=1))

@@ -159,6 +159,7 @@ def test_a_value_model_that_is_a_copy_of_a_frozen_one_is_trained():
 # It learns, and refuses to learn from nonsense
 
 
+@pytest.mark.training
 def test_a_bandit_learns_to_say_seven_and_the_kl_penalty_limits_it():
     def sevens(prompts, responses):
         return [float(response.split().count("7")) for response in responses]

@@ -23,6 +23,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
 from tests.ppo.test_rollout import responses, seeded
 
+pytestmark = pytest.mark.training
 SYNCS = ("lora", "disk")
 
 
@@ -35,7 +36,10 @@ class Nothing:
 
 
 class Pair:
-    """A policy, its reference, a stand-in that serves the reference, and an engine; weights go to `folder`."""
+    """A policy, its reference, a stand-in that serves the reference, and an engine; weights go to `folder`.
+
+    `probe` is the number of rows and of tokens that each sync compares. The stand-in answers one row at a time.
+    """
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class Pair:
         *,
         url: str = "",
         ref: Any = None,
+        probe: tuple[int, int] = (6, 8),
         **options: Any,
     ) -> None:
         self.folder, self.count, self.reports = folder, 0, list[str]()
@@ -64,10 +69,10 @@ class Pair:
         self.policy = lora.unwrap(self.saved)
         self.stand_in = None if url else StandIn(served or copy.deepcopy(self.ref))
         self.server: Any = Planted(url or self.stand_in.url, sync, HTTPClient(60.0, 1))
-        probe = seeded(tiny.prompts(12), length=16)
+        probed = seeded(tiny.prompts(probe[0]), length=probe[1])
         values = {"max_gap": 0.1, "max_wait": 5.0, "longest_row": 60, **options}
         self.engine = VLLMEngine(
-            self.server, self.ref, self.write, probe, tiny.EOS, tiny.PAD, temperature, False,
+            self.server, self.ref, self.write, probed, tiny.EOS, tiny.PAD, temperature, False,
             report=self.reports.append, **values,
         )  # fmt: skip
 
@@ -231,7 +236,7 @@ def test_r19_log_probs_of_logits_that_are_not_processed(make):
 
 def test_r19_a_filter_whose_log_probs_are_those_of_all_tokens(make):
     """The log-probs agree, the draws do not."""
-    pair = make("disk", temperature=1.0)
+    pair = make("disk", temperature=1.0, probe=(6, 16))
     pair.stand_in.processed = False
     pair.sync(0)
     pair.server.plant = change("top_k", lambda k: 2)

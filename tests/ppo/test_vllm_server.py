@@ -102,7 +102,7 @@ def urls(wide_heads: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def make(urls: dict[str, str], tmp_path: Path) -> Any:
-    return lambda sync: Pair(tmp_path, sync, url=urls[sync])
+    return lambda sync: Pair(tmp_path, sync, url=urls[sync], probe=(12, 16))
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def real(urls: dict[str, str], tmp_path: Path) -> Any:
     """A constructor of engines, as the classes are in the contract suite."""
 
     def engine(model: Any, stop: Any, pad: int, temperature: float = 1.0, **_: Any) -> Any:
-        pair = Pair(tmp_path, "disk", url=urls["disk"], temperature=temperature)
+        pair = Pair(tmp_path, "disk", url=urls["disk"], probe=(12, 16), temperature=temperature)
         pair.policy = model
         pair.engine.stop_token_id = stop
         pair.engine.ref = model
@@ -203,7 +203,7 @@ def test_a_tied_head_that_stays_behind_is_noticed(demo: Path, tmp_path: Path, mo
     model, tokenizer = load.load_causal_lm(demo / "sft/model").eval(), AutoTokenizer.from_pretrained(demo / "sft/model")
     monkeypatch.setattr(save, "save_untied", lambda model, _, folder: save.save_model(model, tokenizer, folder, ""))
     with serving(f"vllm serve {demo / 'sft/model'} {OPTIONS}", tmp_path / "server.log") as (url, _):
-        pair = Pair(tmp_path, "disk", url=url, ref=model)
+        pair = Pair(tmp_path, "disk", url=url, ref=model, probe=(12, 16))
         pair.sync(0)
         pair.train()
         refused(lambda: pair.sync(1), "R19 or only a part of them")

@@ -105,6 +105,7 @@ def test_trust_remote_code_runs_the_code_and_is_recorded(folder: Path) -> None:
         load.load_reward_model("unused")
 
 
+@pytest.mark.training
 def test_a_planted_module_in_the_working_directory_is_not_imported(folder: Path) -> None:
     """`rlhf run` starts child processes by `python -m`, which by default imports from the working directory."""
     for name in ("yaml", "torch", "pydantic"):

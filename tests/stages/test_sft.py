@@ -7,12 +7,9 @@ Modules: `config/sft.py`, `stages/common/trainable_model.py`, `stages/common/tra
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,17 +386,6 @@ def test_other_fields_of_trl_reach_it_or_are_refused_in_one_line(world: World, t
         assert trainer.args.lr_scheduler_kwargs == options
         trainer.create_scheduler(8, trainer.create_optimizer())
     fails(config_of(world, tmp_path, trainer={"padding_free": True}), "C17", "padding_free")
-
-
-def test_the_command_prints_only_our_own_lines(world: World, tmp_path: Path) -> None:
-    config = config_of(world, tmp_path)
-    changes = ["sft.max_steps=3", "data.eval=null"]
-    command = [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(config.file), *changes]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
-    assert done.returncode == 0 and done.stdout == ""
-    assert [line for line in done.stderr.splitlines() if not line.startswith("sft ")] == []
-    assert "3/3 step" in done.stderr and (tmp_path / "sft" / "manifest.json").exists()
 
 
 def test_a_model_that_diverged_never_counts_as_finished(
