@@ -238,6 +238,10 @@ def _git_revision(folder: Path) -> str | None:
     return None
 
 
+MAX_SHARE = 0.05  # of the wall time, for checkpoints whose interval is not set by the user
+SHORT_SECONDS = 1.0  # of a checkpoint that is always written
+
+
 class CheckpointTimer:
     """Counts checkpoints and snapshots, and the share of the wall time spent on them."""
 
@@ -253,6 +257,14 @@ class CheckpointTimer:
         yield
         self.count += 1
         self.seconds += time.monotonic() - start
+
+    def is_worth_it(self) -> bool:
+        """Return True if one more checkpoint is short, or keeps the share of them all within MAX_SHARE."""
+        if not self.count:
+            return True
+        mean = self.seconds / self.count
+        elapsed = time.monotonic() - self._began
+        return mean < SHORT_SECONDS or self.seconds + mean <= MAX_SHARE * (elapsed + mean)
 
     def __str__(self) -> str:
         share = self.seconds / max(time.monotonic() - self._began, 1e-9)

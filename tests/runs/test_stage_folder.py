@@ -16,6 +16,7 @@ from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import file_sha256
+from rlhf_cli.runs import stage_folder
 from rlhf_cli.runs.locks import lock_folder, lock_owner, lock_path
 
 
@@ -266,3 +267,25 @@ def test_a_lock_names_its_process_as_long_as_it_runs(tmp_path: Path) -> None:
     assert lock.read_bytes() == b"" and lock_owner(folder) is None
     assert begin(config) == "new"
     runs.release()
+
+
+def test_a_checkpoint_is_worth_it_if_it_is_short_or_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(stage_folder.time, "monotonic", lambda: now)
+
+    def save(timer: stage_folder.CheckpointTimer, seconds: float) -> None:
+        nonlocal now
+        with timer.measure():
+            now += seconds
+
+    long, short = stage_folder.CheckpointTimer(), stage_folder.CheckpointTimer()
+    assert long.is_worth_it(), "the first one tells how long they take"
+    save(long, 3.0)
+    assert not long.is_worth_it()
+    now = 116.0
+    assert not long.is_worth_it(), "6 s of 119 s are more than a twentieth"
+    now = 117.0
+    assert long.is_worth_it()
+
+    save(short, 0.9)
+    assert short.is_worth_it()

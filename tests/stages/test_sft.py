@@ -29,6 +29,7 @@ from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward
 from rlhf_cli.models.load import load_causal_lm
+from rlhf_cli.runs import stage_folder
 from rlhf_cli.stages import sft
 from rlhf_cli.stages.common.cpu_loss import use_own_lm_head
 from tests.conftest import SIZES, World
@@ -63,6 +64,19 @@ def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(world: World, finished: Path, tmp_path: Path) -> SFTConfig:
     """The config of a copy of it."""
     return config_of(world, Path(shutil.copytree(finished, tmp_path / "run")))
+
+
+def test_checkpoints_that_take_too_much_of_the_time_are_omitted_unless_the_user_sets_the_interval(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_folder, "SHORT_SECONDS", 0)
+    monkeypatch.setattr(stage_folder, "MAX_SHARE", 0)
+    saved = {}
+    for name, output in (("default", {}), ("set", {"save_steps": 1})):
+        config = config_of(world, tmp_path / name, sft={"max_steps": 10}, output=output)
+        train(config)
+        saved[name] = sorted(path.name for path in (config.folder / "state").glob("checkpoint-*"))
+    assert saved == {"default": ["checkpoint-1", "checkpoint-10"], "set": ["checkpoint-10", "checkpoint-9"]}
 
 
 def test_it_trains_and_writes_a_plain_folder_and_every_metric(world: World, tmp_path: Path) -> None:

@@ -84,9 +84,10 @@ class TrainingCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Request logging, evaluation and saving. Raises RLHFError R01 before saving weights that are not finite.
 
-        The last step is always logged, and a stop signal saves immediately. An epoch's evaluation belongs to its last
-        step: transformers would make it after that step's checkpoint, so that a resumed run would miss it. The run's
-        last step has none, because the stage measures the finished model itself, unless the best checkpoint is loaded.
+        The last step is always logged. A checkpoint that takes too much of the time is omitted, unless the user set the
+        interval; a stop signal saves immediately. An epoch's evaluation belongs to its last step: transformers would
+        make it after that step's checkpoint, so that a resumed run would miss it. The run's last step has none, because
+        the stage measures the finished model itself, unless the best checkpoint is loaded.
         """
         self.bar.advance()
         if state.global_step % TRIM_STEPS == 0 and devices.device().type == "cpu":
@@ -94,6 +95,8 @@ class TrainingCallback(TrainerCallback, ExportableState):
         self.stop.sync(self.trainer.process_group.all_gather_object)
         last = state.global_step >= state.max_steps
         control.should_log |= last
+        if control.should_save and not last and self.trainer.saves_by_time:
+            control.should_save = self.trainer.process_group.run_on_main(self.trainer.cost.is_worth_it)
         control.should_save |= self.stop.requested is not None and not last
         if self.trainer.eval_dataset is not None and args.eval_strategy == "no":
             control.should_evaluate |= state.epoch == int(state.epoch)

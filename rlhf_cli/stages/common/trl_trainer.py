@@ -43,6 +43,7 @@ class TrainerMixin:
     lengths: Sequence[int] | None = None
     process_group = SINGLE_PROCESS
     keep = 2
+    saves_by_time = False  # omits checkpoints that take too much of the time
     cost: runs.CheckpointTimer
     losses: Sequence[float] = ()  # summed since the last log line, per rank: transformers accumulates them separately
 
@@ -145,6 +146,8 @@ def build_trainer(
     _check_trainer(trainer, config, world_size)
     trainer.lengths = lengths
     trainer.keep = config.output.keep
+    interval_is_set = config.output.save_steps is not None or "save_steps" in config.trainer
+    trainer.saves_by_time = not interval_is_set and not args.load_best_model_at_end
     trainer.process_group = process_group
     trainer.remove_callback(PrinterCallback)
     return trainer
