@@ -36,8 +36,9 @@ def test_a_finished_run_opens(day: str, tmp_path: Path, monkeypatch: pytest.Monk
     stages = {stage["stage"]: stage["state"] for stage in json.loads(rlhf("status", ".", "--json").stdout)["stages"]}
     assert stages == dict.fromkeys(expected, "finished")
     assert rlhf("report", ".").exit_code == 0 and (old / "finished/eval/report.html").stat().st_size > 50_000
-    replayed = rlhf("replay", ".", "--step", "4")
-    assert "update 4 agrees to" in replayed.output  # the last bit of the numbers may differ on another processor
+    replayed = json.loads(rlhf("replay", ".", "--step", "4", "--json").stdout)
+    for quantity in replayed["quantities"]:  # the last bits may differ on another processor
+        assert quantity["recorded"] <= 1e-4 * max(1.0, quantity["largest"]), quantity["name"]
     assert rlhf("chat", ".", input="What is a good soup?\n").exit_code == 0
 
 
