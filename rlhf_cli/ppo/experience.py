@@ -219,18 +219,11 @@ class TokenBatch:
     weights: Tensor | None = None  # of the surrogate loss, by ppo.rollout_correction
 
     def __getitem__(self, part: slice) -> "TokenBatch":
-        return TokenBatch(
-            ids=self.ids[part],
-            logprobs=self.logprobs[part],
-            ref_logprobs=self.ref_logprobs[part],
-            advantages=self.advantages[part],
-            values=_part(self.values, part),
-            returns=_part(self.returns, part),
-            weights=_part(self.weights, part),
-        )
+        """Return consecutive tokens of the batch."""
+        return TokenBatch(**{name: _part(tensor, part) for name, tensor in vars(self).items()})
 
 
-def _part(tensor: Tensor | None, index: slice | tuple[Tensor, Tensor]) -> Tensor | None:
+def _part(tensor: Tensor | None, index: slice | tuple[Tensor, Tensor]) -> Any:
     return None if tensor is None else tensor[index]
 
 

@@ -26,7 +26,7 @@ from rlhf_cli.ppo.rollout import (
     AutocastMixin,
     HFEngine,
     _CachedDecoder,
-    accepts_position_ids,
+    accepts,
     row_keys,
     token_counters,
     uses_cache,
@@ -44,7 +44,7 @@ def reason_against(model: Any) -> str | None:
     """Return why a model's token step cannot have fixed shapes, None if it can."""
     if model.config._attn_implementation != "sdpa":
         return f"its attention is computed by {model.config._attn_implementation}, not by sdpa"
-    if not accepts_position_ids(model):
+    if not accepts(model, "position_ids"):
         return "it takes no positions"
     try:
         layers = _StaticCache(config=model.config, max_cache_len=1).layers

@@ -22,6 +22,7 @@ from rlhf_cli.rewards.function import may_skip_rows
 
 MAX_EQUAL_REWARD_UPDATES = 10  # consecutive ones that end a run
 MIN_EOS_FRACTION = 0.05  # below it, the stop token gets no training signal
+EQUAL_REWARDS_HINT = "the reward cannot distinguish the responses: inspect them in samples.jsonl, and the reward model"
 NOISE_SE = 4.0  # standard errors of a change that may be noise: an update in CI has eight responses
 
 
@@ -158,47 +159,48 @@ class Watchdog:
             raise StopTraining("R04", text, key="ppo.kl_stop", hint="raise ppo.kl_coef, or lower ppo.learning_rate")
 
         new: list[Problem] = []
-        for name, problem in self._failures(step, experience, stats):
+        for name, code, text, hint in self._failures(step, experience, stats):
             if name not in self.warned:
                 self.warned.append(name)
-                new.append(problem)
+                new.append(Problem(code, f"step {step}: {text}", hint=hint))
         return new
 
-    def _failures(self, step: int, experience: Experience, stats: Stats) -> Iterator[tuple[str, Problem]]:
-        """Yield the failures that update `step` shows, by the names that they have in checkpoints."""
+    def _failures(self, step: int, experience: Experience, stats: Stats) -> Iterator[tuple[str, str, str, str]]:
+        """Yield the failures that update `step` shows: name in checkpoints, code, text and hint."""
         rollout = experience.rollout
         count = len(rollout)
         equal = self._equal_rewards(step, experience.score_result.weighted_sum)
         if equal:
-            yield "equal", equal
+            hint = f"{EQUAL_REWARDS_HINT}; {MAX_EQUAL_REWARD_UPDATES} such updates in a row end the run"
+            yield "equal", "R02", equal, hint
 
         ended = int(rollout.ended.sum())
         if self.settings.stop_token != "none" and ended < MIN_EOS_FRACTION * count:
             text = f"{ended} of {count} responses end with the stop token ({ended / count:.0%})"
             hint = "raise ppo.response_length; check ppo.stop_token, and that SFT's rows end with it (rlhf explain T06)"
-            yield "endless", _failure("R03", step, text, hint)
+            yield "endless", "R03", text, hint
 
         is_empty = rollout.ended & (rollout.response_lengths == 1)
         empty = int(is_empty.sum())
         if empty >= (1 - MIN_EOS_FRACTION) * count:
             text = f"{empty} of {count} responses are empty, only the stop token ({empty / count:.0%})"
             hint = "check that prompts end as those of SFT's rows do, and its chat template"
-            yield "empty", _failure("R03", step, text, hint)
+            yield "empty", "R03", text, hint
 
         kl = RunningMeanStd.of(experience.log_ratio.double().sum(1))
         noise = kl.standard_error
         if kl.mean < -NOISE_SE * noise:
             text = f"KL to the SFT policy is {kl.mean:.4g} nats per response, below 0 by more than noise ({noise:.2g})"
             hint = "responses are not sampled from the distribution that gives the log-probs"
-            yield "negative", _failure("R04", step, text, hint)
+            yield "negative", "R04", text, hint
 
         if stats["policy/skipped_minibatches"]:
             text = f"the mean ratio of a minibatch exceeds ppo.ratio_threshold {self.settings.ratio_threshold:g}"
             hint = "it made no optimizer step; policy/skipped_minibatches counts them; lower ppo.learning_rate"
-            yield "skipped", _failure("R08", step, text, hint)
+            yield "skipped", "R08", text, hint
 
-    def _equal_rewards(self, step: int, scores: Tensor) -> Problem | None:
-        """Return a failure if all rewards (B,) of the update are equal; count such updates. Raises RLHFError R02."""
+    def _equal_rewards(self, step: int, scores: Tensor) -> str | None:
+        """Return a text if all rewards (B,) of the update are equal; count such updates. Raises RLHFError R02."""
         count = len(scores)
         is_equal = count > 1 and bool((scores == scores[0]).all())
         if not is_equal:
@@ -207,12 +209,10 @@ class Watchdog:
 
         self.equal_reward_updates += 1
         text = f"all {count} rewards are {float(scores[0]):.6g}"
-        hint = "the reward cannot distinguish the responses: inspect them in samples.jsonl, and the reward model"
         if self.equal_reward_updates >= MAX_EQUAL_REWARD_UPDATES:
             text = f"step {step}: {text}, for {self.equal_reward_updates} updates in a row"
-            raise RLHFError("R02", text, hint=hint)
-        hint += f"; {MAX_EQUAL_REWARD_UPDATES} such updates in a row end the run"
-        return _failure("R02", step, text, hint)
+            raise RLHFError("R02", text, hint=EQUAL_REWARDS_HINT)
+        return text
 
     def check(self, step: int, experience: Experience) -> list[Alert]:
         """Return the alerts after update `step`. The next alert of a signal needs another full window."""
@@ -296,7 +296,3 @@ class Watchdog:
         self.equal_reward_updates = state["alarms"]["equal"]
         self.warned = state["alarms"]["told"]
         self.signals = TypeAdapter(dict[str, SignalState]).validate_python(state["watchdog"])
-
-
-def _failure(code: str, step: int, text: str, hint: str) -> Problem:
-    return Problem(code, f"step {step}: {text}", hint=hint)

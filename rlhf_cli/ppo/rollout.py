@@ -144,8 +144,7 @@ class HFEngine:
             number += 1
             yield rows[unfinished], tokens[unfinished], logprobs[unfinished]
 
-            if self.stop_token_id is not None:
-                unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
+            unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
             if not unfinished.any() or step + 1 == num_steps:
                 break
 
@@ -174,13 +173,12 @@ class HFEngine:
         start = int(first_tokens.min())  # skip columns that are padding in all rows
         ids = prompts.ids[:, start:].to(model.device)
         mask = prompts.mask[:, start:].to(model.device)
-        if not self.compact_batch:
-            return open_decoder(model, ids, mask, self._autocast)
 
-        other_ids = (ids[1:] != ids[:-1]).any(1)  # than in the row before
-        other_mask = (mask[1:] != mask[:-1]).any(1)
         is_new = torch.ones_like(mask[:, 0])
-        is_new[1:] = other_ids | other_mask
+        if self.compact_batch:
+            other_ids = ids[1:] != ids[:-1]  # than in the row before
+            other_mask = mask[1:] != mask[:-1]
+            is_new[1:] = (other_ids | other_mask).any(1)
         decoder = open_decoder(model, ids[is_new], mask[is_new], self._autocast)
         if not is_new.all():
             source_rows = is_new.cumsum(0) - 1
@@ -188,9 +186,9 @@ class HFEngine:
         return decoder
 
 
-def accepts_position_ids(model: Any) -> bool:
-    """Return True if a model takes positions; others number the tokens that a mask shows."""
-    return "position_ids" in inspect.signature(model.forward).parameters
+def accepts(model: Any, argument: str) -> bool:
+    """Return True if a model takes an argument. Without `position_ids` it numbers the tokens that a mask shows."""
+    return argument in inspect.signature(model.forward).parameters
 
 
 _cache_problems: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
@@ -248,9 +246,8 @@ class _CachedDecoder:
     def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Autocast):
         self.model = model
         self.autocast = autocast
-        parameters = inspect.signature(model.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-        self.accepts_position_ids = "position_ids" in parameters
+        self.cache_name = "cache_params" if accepts(model, "cache_params") else "past_key_values"
+        self.accepts_position_ids = accepts(model, "position_ids")
 
         self.cache = _AutocastCache(config=model.config)
         self.mask = mask.long()
@@ -360,15 +357,9 @@ def hash_int32(x: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
-    """Return the rows' 64-bit seeds as two int32 each, (b, 2)."""
-    keys = [(_signed(seed), _signed(seed >> 32)) for seed in seeds]
-    return torch.tensor(keys, dtype=torch.int32).to(device)
-
-
-def _signed(number: int) -> int:
-    """Return the lower 32 bits of a number as a signed integer."""
-    word = number & 0xFFFFFFFF
-    return word - 2**32 if word >= 2**31 else word
+    """Return the rows' 63-bit seeds as two int32 each, the lower half first, (b, 2)."""
+    wide = torch.tensor(seeds, dtype=torch.int64)
+    return wide[:, None].view(torch.int32).to(device)
 
 
 def token_counters(vocab_size: int, device: torch.device) -> Tensor:

@@ -240,22 +240,20 @@ class PPOTrainer:
 
     def _compute_scores(self, rollout: Rollout, given: Tensor | None) -> ScoreResult:
         """Score the rollout by all reward sources, or take `given` scores (B,), and process the sum."""
-        raw: dict[str, Tensor] = {}
-        ensembles: dict[str, EnsembleScores] = {}
-        if given is not None:
-            raw["given"] = as_row_scores("given", given, rollout)
+        weights = self.reward_weights
+        clips = self.reward_clips
+        if given is None:
+            results = {name: self._call_source(name, rollout) for name in self.rewards}
         else:
-            for name in self.rewards:
-                result = self._call_source(name, rollout)
-                raw[name] = as_row_scores(name, result, rollout)
-                if isinstance(result, EnsembleScores):
-                    ensembles[name] = result
-        monitor.check_scores(raw, ensembles, self.rewards, self.updates + 1)
+            results = {"given": given}
+            weights = {"given": 1.0}
+            clips = {}
 
-        if given is not None:
-            summed = raw["given"]
-        else:
-            summed = weighted_sum(raw, self.reward_weights, self.reward_clips, rollout.records)
+        raw = {name: as_row_scores(name, result, rollout) for name, result in results.items()}
+        ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
+        monitor.check_scores(raw, ensembles, self.rewards, self.updates + 1)
+        summed = weighted_sum(raw, weights, clips, rollout.records)
+
         moments = self.score_moments + RunningMeanStd.of(summed)
         final = normalize_scores(summed, moments, self.settings)
         if given is None:
@@ -265,9 +263,8 @@ class PPOTrainer:
     def _call_source(self, name: str, rollout: Rollout) -> Any:
         """Return a source's scores; a function that takes long is named on the terminal."""
         source = self.rewards[name]
-        if not isinstance(source, FunctionReward):
-            return call_source(source, rollout, self.process_group)
-        with says_if_slow(f"ppo      reward `{name}`"):
+        is_function = isinstance(source, FunctionReward)
+        with says_if_slow(f"ppo      reward `{name}`") if is_function else nullcontext():
             return call_source(source, rollout, self.process_group)
 
     def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
@@ -277,10 +274,8 @@ class PPOTrainer:
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_rows, generator=generator).to(rollout.ids.device)
 
-        minibatches = []
-        for rows in order.tensor_split(min(self.settings.num_mini_batches, num_rows)):
-            minibatches.append(self._split_minibatch(rollout, rows))
-        return tuple(minibatches)
+        parts = order.tensor_split(min(self.settings.num_mini_batches, num_rows))
+        return tuple(self._split_minibatch(rollout, rows) for rows in parts)
 
     def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> MinibatchRows:
         """Split the rows of a minibatch into micro-batches of rows of similar length."""
@@ -333,9 +328,7 @@ class PPOTrainer:
             text = f"num_samples_per_prompt {settings.num_samples_per_prompt} adjacent responses to each prompt"
             raise ValueError(f"advantage {settings.advantage} needs {text}")
         trained_policy = self._trains_policy
-        learning_rates = {}
-        for name in self.trained_models:
-            learning_rates[LEARNING_RATES[name]] = self._learning_rate(name)
+        learning_rates = {LEARNING_RATES[name]: self._learning_rate(name) for name in self.trained_models}
 
         step_stats, num_epochs = self._train_epochs(experience)
         self._check_weights()
@@ -387,8 +380,7 @@ class PPOTrainer:
         norms: dict[str, Tensor] = {}
         for name, model in self.trained_models.items():
             norms[name] = self.parallel.trainable_norm(model)
-        for name, norm in norms.items():
-            monitor.check_finite(f"a weight of the {name} model", norm, self.updates + 1)
+            monitor.check_finite(f"a weight of the {name} model", norms[name], self.updates + 1)
         self.parallel.check_replicas(norms)
 
     def _learning_rate(self, name: str) -> float:
@@ -474,14 +466,14 @@ class PPOTrainer:
             if rank.error:
                 raise rank.error
 
-        norms: dict[str, Tensor] = {}
+        norms: Stats = {}
         for name, model in self.trained_models.items():
             self.parallel.all_reduce_gradients(model)
-            norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
-        for name, norm in norms.items():
+            norm = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
             monitor.check_finite(f"{name} gradient", norm, self.updates + 1)
+            norms[f"{name}/grad_norm"] = float(norm)
         self.optimizer.step()
-        return {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}
+        return norms
 
     @contextmanager
     def averaged_policy(self) -> Iterator[None]:

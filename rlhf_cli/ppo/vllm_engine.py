@@ -7,7 +7,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -28,7 +28,9 @@ MAX_ATTEMPTS = 5  # of what a server does that is lost in between
 HEALTH_INTERVAL_S = 2.0
 HEALTH_TIMEOUT_S = 10.0
 HTTP_NOT_FOUND = 404
-PLAIN_SAMPLING = {  # what a server may do besides temperature, switched off
+PLAIN_SAMPLING = {  # what a server may do besides temperature, switched off; it answers ids and their log-probs
+    "return_token_ids": True,
+    "logprobs": 0,
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -64,12 +66,12 @@ class VLLMClient:
 
         async def send() -> list[bytes]:
             async with self.client.connections() as connections:
-                requests = []
-                for body in bodies:
+
+                def request(body: Any) -> Awaitable[bytes]:
                     data = None if body is None else json.dumps(body).encode()
-                    request = self.client.request(connections, self.url + path, data)
-                    requests.append(request)
-                return await asyncio.gather(*requests)
+                    return self.client.request(connections, self.url + path, data)
+
+                return await asyncio.gather(*map(request, bodies))
 
         try:
             answers = asyncio.run(send())
@@ -97,12 +99,12 @@ class VLLMClient:
     def read_models(self, needed_tokens: int) -> None:
         """Read what the server serves. Raises RLHFError R20 if its rows are shorter than `needed_tokens`."""
         models = self.call("/v1/models").get("data") or []
-        bases = [model for model in models if not model.get("parent")]
-        if not bases:
+        base = next((model for model in models if not model.get("parent")), None)
+        if base is None:
             raise self.error("/v1/models names no model: is it a vLLM server?")
-        self.served = bases[0]["id"]
+        self.served = base["id"]
         self.loaded = [model["id"] for model in models if model.get("parent")]
-        limit = bases[0].get("max_model_len") or needed_tokens
+        limit = base.get("max_model_len") or needed_tokens
         if limit < needed_tokens:
             text = f"serves rows of {limit} tokens; prompt and response have up to {needed_tokens}"
             raise self.error(text, hint=f"start it with --max-model-len {needed_tokens}")
@@ -141,18 +143,16 @@ class VLLMClient:
         if found != version:
             raise ServerLostError(f"/weight_info answered version {found!r}, not {version!r}")
 
-    def complete(self, name: str, rows: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[Any]:
-        """Return the choice of each row of ids, which the server continues by its `options`."""
+    def complete(self, rows: Sequence[list[int]], seeds: Sequence[int], options: dict[str, Any]) -> list[Any]:
+        """Return the choice of each row of ids, which the server continues by `options` and the row's seed."""
         bodies = []
-        for ids, option in zip(rows, options, strict=True):
-            body = {"model": name, "return_token_ids": True, "logprobs": 0, **PLAIN_SAMPLING, "prompt": ids, **option}
-            bodies.append(body)
+        for ids, seed in zip(rows, seeds, strict=True):
+            bodies.append({**PLAIN_SAMPLING, **options, "prompt": ids, "seed": seed})
         answers = self.call_all("/v1/completions", bodies)
 
         choices = []
         for ids, answer in zip(rows, answers, strict=True):
-            answered = answer.get("choices") or [{}]
-            choice = answered[0]
+            choice, *_ = answer.get("choices") or [{}]
             read = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
             if read != ids:
                 raise self.error(f"read other tokens than the prompt's: {str(read)[:80]}")
@@ -180,34 +180,13 @@ def _run_of(version: str) -> str:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A response to a prompt of the probe."""
+    """A response to a prompt of the probe, with numbers of each token, (n,) float32."""
 
-    tokens: list[int]
-    logprobs: Tensor  # (n,) float32: by the trainer
-
-
-@dataclass(frozen=True)
-class RowLogprobs:
-    """Log-probs of a response's tokens, and what they are on average over the draws of each, (n,) float32."""
-
-    logprobs: Tensor
-    entropy: Tensor  # mean of -log p
-    variance: Tensor  # of log p
-
-    @classmethod
-    def concat(cls, rows: Sequence["RowLogprobs"]) -> "RowLogprobs":
-        """Return the tokens of all rows as one."""
-        return cls(
-            torch.cat([row.logprobs for row in rows]),
-            torch.cat([row.entropy for row in rows]),
-            torch.cat([row.variance for row in rows]),
-        )
-
-    @property
-    def surprise(self) -> float:
-        """Sum of -log p - entropy, in its standard errors: near 0 for tokens drawn from p."""
-        total = float((-self.logprobs - self.entropy).sum())
-        return total / math.sqrt(float(self.variance.sum()) or 1.0)
+    tokens: Tensor  # (n,) int64
+    theirs: Tensor  # log-prob by the server
+    logprobs: Tensor  # by the trainer
+    entropy: Tensor  # by the trainer: mean of -log p over all tokens
+    variance: Tensor  # by the trainer: of log p
 
 
 @dataclass
@@ -283,15 +262,11 @@ class VLLMEngine:
 
     def _start(self) -> None:
         """Measure how far the server's log-probs are from the trainer's for the weights of the reference."""
-        weights = None
-        if self.server.sync == "disk":
-            weights = self.write("reference", 0)  # the server may start from them
+        weights = self.write("reference", 0) if self.server.sync == "disk" else None  # the server may start from them
         self.server.wait(self.max_wait)
         self.server.read_models(self.longest_row)
 
-        name = self.server.served
-        if weights:
-            name = self.server.load(*weights)
+        name = self.server.load(*weights) if weights else self.server.served
         self.noise = self._check(name, self.ref, self.max_gap)
 
     def _load(self) -> None:
@@ -307,29 +282,20 @@ class VLLMEngine:
 
         Raises RLHFError R19 for the weights of the check before, a gap above `limit`, draws of another distribution.
         """
-        rollout = self._draw(name, self.probe)
-        assert rollout.logprobs is not None
-        on_device = rollout.to(model.device)
-        theirs = []
-        rows = []
-        drawn = []
-        for row, length in enumerate(rollout.response_lengths.tolist()):
-            own = self._logprobs(model, on_device, row)
-            theirs.append(rollout.logprobs[row, :length])
-            rows.append(own)
-            drawn.append(Drawn(rollout.response_tokens(row), own.logprobs))
-        if self.before and _has_old_weights(theirs, drawn, self.before):
+        rollout = self._draw(name, self.probe).to(model.device)
+        drawn = [self._read_row(model, rollout, row) for row in range(len(rollout))]
+        if self.before and _has_old_weights(drawn, self.before):
             raise self._error("still has the weights of the sync before: those of the last update did not arrive")
 
-        ours = RowLogprobs.concat(rows)
-        gap = float((torch.cat(theirs) - ours.logprobs).abs().mean())
+        gaps = torch.cat([row.theirs - row.logprobs for row in drawn])
+        gap = float(gaps.abs().mean())
         if not gap <= limit:
             what = "models.sft" if self.noise is None else "the policy, or only a part of them"
             causes = "old head, old prefix cache, other adapter, penalty, or no --logprobs-mode processed_logprobs"
             difference = f"its log-probs differ by {gap:.3g} nats a token, more than {limit:.3g}"
             raise self._error(f"does not draw from the weights of {what}: {difference} ({causes})")
 
-        errors = ours.surprise
+        errors = _surprise(drawn)
         if abs(errors) > MAX_STANDARD_ERRORS:
             difference = f"-log p of its draws is {errors:+.1f} standard errors from the entropy"
             raise self._error(f"draws from another distribution: {difference} (a filter such as top_k, a temperature)")
@@ -341,10 +307,12 @@ class VLLMEngine:
         text = f"step {self.update + 1}: the server at {self.server.url} {text}; nothing was trained on its draws"
         return RLHFError("R19", text, hint="the same command resumes; docs/engines.md has the causes")
 
-    def _logprobs(self, model: Any, rollout: Rollout, row: int) -> RowLogprobs:
-        """Return the log-probs of a row's response tokens by `model`, on the CPU."""
+    def _read_row(self, model: Any, rollout: Rollout, row: int) -> Drawn:
+        """Return a row's response with its log-probs by the server and by `model`, on the CPU."""
+        assert rollout.logprobs is not None
         rows = torch.tensor([row], device=rollout.ids.device)
         micro_batch = rollout.micro_batch(rows)
+        theirs = rollout.logprobs[micro_batch.response_index]
         with torch.no_grad(), devices.autocast(bf16=self.bf16, on=model.device):
             logits = forward.response_logits(model, micro_batch)  # (N, V)
         log_p = (logits.float() / self.temperature).log_softmax(-1)
@@ -354,7 +322,13 @@ class VLLMEngine:
         entropy = -(p * log_p).sum(-1)
         mean_square = (p * log_p.square()).sum(-1)
         variance = mean_square - entropy.square()
-        return RowLogprobs(logprobs.cpu(), entropy.cpu(), variance.cpu())
+        return Drawn(
+            micro_batch.response_ids.cpu(),
+            theirs.cpu(),
+            logprobs.cpu(),
+            entropy=entropy.cpu(),
+            variance=variance.cpu(),
+        )
 
     def _draw(self, name: str, prompts: Prompts) -> Rollout:
         """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""
@@ -362,12 +336,13 @@ class VLLMEngine:
         prompt_mask = prompts.mask.cpu()
         limit = prompts.response_length
         rows = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
-        sampling = {
+        options = {
+            "model": name,
             "temperature": self.temperature,
             "max_tokens": limit,
-            "stop_token_ids": list(stop_ids(self.stop_token_id)),
+            "stop_token_ids": stop_ids(self.stop_token_id),
         }
-        choices = self.server.complete(name, rows, [{**sampling, "seed": seed} for seed in prompts.seeds])
+        choices = self.server.complete(rows, prompts.seeds, options)
 
         tokens: list[list[int]] = []
         values: list[float] = []
@@ -393,13 +368,10 @@ class VLLMEngine:
         ids = choice.get("token_ids")
         answered = choice.get("logprobs") or {}
         values = answered.get("token_logprobs")
-        problem = "gives no token ids with their log-probs (return_token_ids, logprobs)"
-        if not isinstance(ids, list) or not isinstance(values, list):
-            raise self.server.error(problem)
-        length = len(ids)
-        if not ids or len(values) != length:
-            raise self.server.error(problem)
+        if not (isinstance(ids, list) and isinstance(values, list) and ids and len(ids) == len(values)):
+            raise self.server.error("gives no token ids with their log-probs (return_token_ids, logprobs)")
 
+        length = len(ids)
         *before, last = [token in stop_ids(self.stop_token_id) for token in ids]
         is_complete = last or length == limit
         if any(before) or not is_complete or length > limit:
@@ -410,7 +382,14 @@ class VLLMEngine:
         return ids, values
 
 
-def _has_old_weights(theirs: list[Tensor], now: list[Drawn], before: list[Drawn]) -> bool:
+def _surprise(drawn: list[Drawn]) -> float:
+    """Return the sum of -log p - entropy, in its standard errors: near 0 for tokens drawn from p."""
+    excess = torch.cat([-row.logprobs - row.entropy for row in drawn])
+    variance = torch.cat([row.variance for row in drawn])
+    return float(excess.sum()) / math.sqrt(float(variance.sum()) or 1.0)
+
+
+def _has_old_weights(now: list[Drawn], before: list[Drawn]) -> bool:
     """Return True if a server's log-probs are those of the weights before, at tokens that it drew both times.
 
     By least squares on the way from the old log-probs (0) to the new ones (1), and its standard error: rounding hides
@@ -418,10 +397,11 @@ def _has_old_weights(theirs: list[Tensor], now: list[Drawn], before: list[Drawn]
     """
     ways = []
     moves = []
-    for row, new, old in zip(theirs, now, before, strict=True):
+    for new, old in zip(now, before, strict=True):
         same = _num_equal(new.tokens, old.tokens)
-        ways.append(new.logprobs[:same] - old.logprobs[:same])
-        moves.append(row[:same] - old.logprobs[:same])
+        start = old.logprobs[:same]
+        ways.append(new.logprobs[:same] - start)
+        moves.append(new.theirs[:same] - start)
 
     way = torch.cat(ways)
     moved = torch.cat(moves)
@@ -433,11 +413,8 @@ def _has_old_weights(theirs: list[Tensor], now: list[Drawn], before: list[Drawn]
     return at + MAX_STANDARD_ERRORS * math.sqrt(rest / length) < 0.5
 
 
-def _num_equal(tokens: list[int], others: list[int]) -> int:
-    """Return how many tokens two lists have in common from the start."""
-    count = 0
-    for one, other in zip(tokens, others, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+def _num_equal(tokens: Tensor, others: Tensor) -> int:
+    """Return how many tokens two rows have in common from the start."""
+    width = min(len(tokens), len(others))
+    is_equal = tokens[:width] == others[:width]
+    return int(is_equal.cumprod(0).sum())
