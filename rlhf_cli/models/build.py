@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -26,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rlhf_cli import system, terminal
 from rlhf_cli.errors import RLHFError, did_you_mean, first_names, short_reason, shown
 from rlhf_cli.models import devices, sharding
-from rlhf_cli.models.weight_files import BUFFERS, require_float_formats, weight_files
+from rlhf_cli.models.weight_files import BUFFERS, require_float_formats, stored_weights, weight_files
 
 META = torch.device("meta")
 VALUE_HEAD = "v_head."  # stored by TRL's AutoModelForCausalLMWithValueHead with a language model
@@ -144,15 +143,11 @@ def check_headers(auto_class: Any, folder: Path, config: Any) -> tuple[str, ...]
 
 
 def _load_on_meta(auto_class: Any, folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
-    files = weight_files(folder)
-    if not files:
+    if not weight_files(folder):
         raise RLHFError("M01", f"{shown(folder)} has no weights (model.safetensors)")
     state: dict[str, torch.Tensor] = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            for name in list(file.keys()):
-                shape = file.get_slice(name).get_shape()
-                state[name] = torch.empty(shape, device="meta")
+    for name, stored in stored_weights(folder):
+        state[name] = torch.empty(stored.get_shape(), device=META)
 
     model = _from_config(auto_class, copy.deepcopy(config), dtype="float32")
     with sharding.zero3_disabled():
@@ -259,10 +254,8 @@ def can_load_bf16(folder: Path, config: Any) -> bool:
 
     Buffers that no file stores take the format of the load; only rotary frequencies are always float32 in transformers.
     """
-    for path in weight_files(folder):
-        with safe_open(path, "pt") as file:
-            if any(file.get_slice(name).get_dtype() != "BF16" for name in list(file.keys())):
-                return False
+    if any(stored.get_dtype() != "BF16" for _, stored in stored_weights(folder)):
+        return False
     if getattr(config, "auto_map", None):  # custom code
         return False
     for name, buffer in empty_model(AutoModel, config).named_buffers():
