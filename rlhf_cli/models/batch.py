@@ -215,6 +215,27 @@ class Rollout:
             torch.tensor(ended),
         )
 
+    @classmethod
+    def of_responses(
+        cls,
+        prompts: Prompts,
+        ids: Tensor,
+        mask: Tensor,
+        *,
+        stop_token_id: StopTokenId,
+        logprobs: Tensor,
+    ) -> "Rollout":
+        """Join prompts with an engine's responses (B, R). A response has ended if it has a stop token."""
+        device = ids.device
+        stops = is_stop(ids, stop_token_id) & mask
+        return cls(
+            torch.cat([prompts.ids.to(device), ids], 1),
+            torch.cat([prompts.mask.to(device), mask], 1),
+            mask,
+            ended=stops.any(1),
+            logprobs=logprobs,
+        )
+
     def __len__(self) -> int:
         return self.ids.shape[0]
 

@@ -136,12 +136,14 @@ def _require_a_score(raw: dict[str, Tensor], weights: dict[str, float], records:
     unscored = [scores.isnan() for name, scores in raw.items() if weights[name]]
     if not unscored:
         return
-    rows = torch.stack(unscored).all(0).nonzero()[:, 0].tolist()
-    if rows:
-        row = rows[0]
+
+    rows = torch.stack(unscored).all(0).nonzero()
+    if len(rows):
+        row = int(rows[0])
         text = f"no reward has a score for row {row}: each function returned None"
         if records:
-            text += f" (prompt: {str(records[row]['prompt'])[:60]!r})"
+            prompt = str(records[row]["prompt"])
+            text = f"{text} (prompt: {prompt[:60]!r})"
         raise RLHFError("R05", text, hint="return a number for each row from at least one of them")
 
 
@@ -385,11 +387,11 @@ class Experience:
 
     def histograms(self) -> dict[str, list[float]]:
         """Return the values behind some of the means: one per response, and one advantage per response token."""
-        histograms = {"scores": self.scores}
+        histograms = {"rollout/scores": self.scores}
         for name, scores in self.score_result.scored.items():
-            histograms[f"score/{name}"] = scores
-        histograms["kl_k1"] = self.log_ratio.sum(1)
-        histograms["response_length"] = self.rollout.response_lengths
+            histograms[f"rollout/score/{name}"] = scores
+        histograms["rollout/kl_k1"] = self.log_ratio.sum(1)
+        histograms["rollout/response_length"] = self.rollout.response_lengths
         if self.advantages is not None:
-            histograms["advantages"] = self.advantages[self.mask]
-        return {f"rollout/{name}": values.float().tolist() for name, values in histograms.items()}
+            histograms["rollout/advantages"] = self.advantages[self.mask]
+        return {name: values.float().tolist() for name, values in histograms.items()}

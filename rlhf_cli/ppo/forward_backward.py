@@ -47,7 +47,8 @@ def logits_chunk_size(settings: PPOSettings, vocab_size: int, *, on_cpu: bool) -
 def logprobs_and_entropy(logits: Tensor, ids: Tensor, settings: PPOSettings) -> tuple[Tensor, Tensor]:
     """Return the log-probs of `ids` (N,) and the entropies (N,) of logits (N, V); an entropy in no loss is detached."""
     log_probs = losses.log_probs(logits, settings.temperature)
-    with torch.set_grad_enabled(settings.entropy_coef > 0 and torch.is_grad_enabled()):
+    has_gradient = settings.entropy_coef > 0 and torch.is_grad_enabled()
+    with torch.set_grad_enabled(has_gradient):
         entropy = losses.entropy(log_probs)
     return losses.gather_logprobs(log_probs, ids), entropy
 
@@ -138,8 +139,8 @@ class MinibatchStats:
         max_ratio_error = 0.0
         error = None
         for result in results:
-            ratio_error = float((result.metrics["val/ratio"] - 1).abs().max())
-            max_ratio_error = max(max_ratio_error, ratio_error)
+            ratio_errors = (result.metrics["val/ratio"] - 1).abs()
+            max_ratio_error = max(max_ratio_error, float(ratio_errors.max()))
             error = error or monitor.non_finite_loss(result.loss, result.micro_batch, step)
         return cls(sums, ptx, max_ratio_error, error)
 

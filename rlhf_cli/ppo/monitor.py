@@ -31,8 +31,9 @@ class NonFiniteError(RLHFError):
 
     def __init__(self, step: int, name: str, row: int | None) -> None:
         position = "" if row is None else f" in row {row}"
+        text = f"step {step}: {name} is not finite{position}; training stops here"
         hint = "look at the reward of that row" if "score" in name else "lower ppo.learning_rate"
-        super().__init__("R01", f"step {step}: {name} is not finite{position}; training stops here", hint=hint)
+        super().__init__("R01", text, hint=hint)
         self.row = row
         self.args = (step, name, row)  # by which the processes of a group exchange it
 
@@ -66,9 +67,11 @@ def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFini
     bad = ~torch.isfinite(loss)
     if not bad.any():
         return None
+
     token = bad.nonzero()[0, 0]
     row_index = micro_batch.row_index[token]
-    return NonFiniteError(step, "loss", int(micro_batch.rows[row_index]))
+    row = int(micro_batch.rows[row_index])
+    return NonFiniteError(step, "loss", row)
 
 
 class StopTraining(RLHFError):
@@ -169,6 +172,7 @@ class Watchdog:
         """Yield the failures that update `step` shows: name in checkpoints, code, text and hint."""
         rollout = experience.rollout
         count = len(rollout)
+
         equal = self._equal_rewards(step, experience.score_result.weighted_sum)
         if equal:
             hint = f"{EQUAL_REWARDS_HINT}; {MAX_EQUAL_REWARD_UPDATES} such updates in a row end the run"
@@ -219,6 +223,7 @@ class Watchdog:
         limits = self.limits
         if limits is None:
             return []
+
         alerts = []
         for (signal, source), now in self._readings(experience).items():
             if signal in self.unavailable or getattr(limits, signal) is None:
@@ -232,16 +237,17 @@ class Watchdog:
         """Return a value for each response, (B,), by signal and source; of a judge for those that it scores."""
         rollout = experience.rollout
         scores = experience.score_result
+
         readings: dict[tuple[Signal, str | None], Tensor] = {
             ("kl", None): experience.log_ratio.sum(1) / experience.mask.sum(1),
             ("length", None): rollout.response_lengths,
             ("repetition", None): rollout.repetition,
             ("eos", None): rollout.ended,
         }
-        scored = scores.scored
-        for name in self.judges:
-            if len(scored[name]):
-                readings["judge", name] = scored[name]
+
+        for name, judged in scores.scored.items():
+            if name in self.judges and len(judged):
+                readings["judge", name] = judged
         for name, ensemble in scores.ensembles.items():
             readings["disagreement", name] = ensemble.disagreement
         return readings
@@ -258,7 +264,9 @@ class Watchdog:
         update = RunningMeanStd.of(now)
         name = f"{signal} {source}" if source else signal
         state = self.signals.setdefault(name, SignalState(update, update, []))
-        state.recent = [*state.recent, update][-limits.window :]
+
+        recent = [*state.recent, update]
+        state.recent = recent[-limits.window :]
         if len(state.recent) < limits.window:
             return None
 
@@ -266,6 +274,7 @@ class Watchdog:
         reference = state.best if signal == "judge" else state.first
         limit = getattr(limits, signal)
         error = math.hypot(reading.standard_error, reference.standard_error)
+
         exceeds = EXCEEDS[signal](reading.mean, reference.mean, limit, error)
         state.best = max(state.best, reading, key=lambda stats: (stats.count > 1, stats.mean))  # one has no error
         if not exceeds:

@@ -21,6 +21,7 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
     groups: list[dict[str, Any]] = []
     for name, model in models.items():
         groups += _parameter_groups(name, model, settings)
+
     options: dict[str, Any] = {
         "lr": settings.learning_rate,
         "betas": (settings.adam_beta1, settings.adam_beta2),
@@ -38,7 +39,8 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
         options["fused"] = settings.optim == "adamw_torch_fused"
     else:
         options["foreach"] = True
-    return ShardedAdamW(groups, **options) if is_sharded else torch.optim.AdamW(groups, **options)
+    adamw = ShardedAdamW if is_sharded else torch.optim.AdamW
+    return adamw(groups, **options)
 
 
 def _parameter_groups(name: str, model: nn.Module, settings: PPOSettings) -> list[dict[str, Any]]:
@@ -46,16 +48,16 @@ def _parameter_groups(name: str, model: nn.Module, settings: PPOSettings) -> lis
     lr = settings.learning_rate
     if name == "value" and settings.value_learning_rate is not None:
         lr = settings.value_learning_rate
+
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     matrices = [weight for weight in trained if weight.ndim >= 2]
     vectors = [weight for weight in trained if weight.ndim < 2]
 
-    groups: list[dict[str, Any]] = []
-    if matrices:
-        groups.append({"params": matrices, "lr": lr, "weight_decay": settings.weight_decay, "name": name})
-    if vectors:
-        groups.append({"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{name}/no_decay"})
-    return groups
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "lr": lr, "weight_decay": settings.weight_decay, "name": name},
+        {"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{name}/no_decay"},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -68,12 +70,13 @@ class ShardedAdamW(torch.optim.AdamW):
         """Step with sharded and whole weights in different groups."""
         groups = self.param_groups
         self.param_groups = []
+
         for group in groups:
-            sharded = [weight for weight in group["params"] if is_sharded_tensor(weight)]
-            whole = [weight for weight in group["params"] if not is_sharded_tensor(weight)]
-            for weights in (sharded, whole):
+            for is_sharded in (True, False):
+                weights = [weight for weight in group["params"] if is_sharded_tensor(weight) == is_sharded]
                 if weights:
                     self.param_groups.append({**group, "params": weights})
+
         try:
             return super().step(closure)
         finally:
@@ -137,7 +140,8 @@ def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -
         options = {"min_lr_rate": 0.1}
     elif kind == "polynomial":
         peak = group["lr"]
-        options = {"lr_end": 1e-7 / peak if peak > 1e-7 else 0.0}  # transformers requires lr_end < peak
+        end = 1e-7 / peak if peak > 1e-7 else 0.0  # transformers requires lr_end < peak
+        options = {"lr_end": end}
 
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = get_scheduler(kind, dummy, warmup, steps, scheduler_specific_kwargs=options)
@@ -155,10 +159,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
         self.values: dict[str, torch.Tensor] = {}
-        self.weights: dict[str, nn.Parameter] = {}
-        for name, weight in model.named_parameters():
-            if weight.requires_grad:
-                self.weights[name] = weight
+        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self.load_state_dict(self.weights)
 
     def update(self) -> None:

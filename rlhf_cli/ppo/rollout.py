@@ -75,26 +75,20 @@ class HFEngine:
         """Generate a response to each prompt."""
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
         batches = slices(len(prompts), self.batch_size or len(prompts))
-        ids_of_batches = []
-        logprobs_of_batches = []
-        with self._autocast(), forward.float32_logits(self.model):  # around all tokens: they keep copies of the weights
-            for batch in track_progress("batch", batches):
-                ids, logprobs = self._generate_ids(prompts.rows(batch))
-                ids_of_batches.append(ids)
-                logprobs_of_batches.append(logprobs)
 
-        responses = torch.cat(ids_of_batches)
-        ended = is_stop(responses, self.stop_token_id).any(1)
+        with self._autocast(), forward.float32_logits(self.model):  # around all tokens: they keep copies of the weights
+            parts = [self._generate_ids(prompts.rows(batch)) for batch in track_progress("batch", batches)]
+
+        responses = torch.cat([ids for ids, _ in parts])
+        logprobs = torch.cat([part_logprobs for _, part_logprobs in parts])
         response_mask = losses.response_mask(responses, self.stop_token_id)
-        responses = torch.where(response_mask, responses, self.pad_token_id)
         width = int(response_mask.sum(1).max())
-        device = responses.device
-        return Rollout(
-            torch.cat([prompts.ids.to(device), responses[:, :width]], 1),
-            torch.cat([prompts.mask.to(device), response_mask[:, :width]], 1),
+        return Rollout.of_responses(
+            prompts,
+            responses[:, :width],
             response_mask[:, :width],
-            ended,
-            logprobs=torch.cat(logprobs_of_batches)[:, :width],
+            stop_token_id=self.stop_token_id,
+            logprobs=logprobs[:, :width],
         )
 
     def update_weights(self, update: int, policy: Any) -> None:
@@ -118,9 +112,11 @@ class HFEngine:
 
     def _generate_ids(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
         """Return response ids (b, response_length), padded after a row's stop token, and their log-probs."""
+        device = self.model.device
         shape = (len(prompts), prompts.response_length)
-        responses = torch.full(shape, self.pad_token_id, device=self.model.device)
-        logprobs = torch.zeros(shape, device=self.model.device)
+        responses = torch.full(shape, self.pad_token_id, device=device)
+        logprobs = torch.zeros(shape, device=device)
+
         for step, drawn in enumerate(self._decode_steps(prompts)):
             rows, tokens, token_logprobs = drawn
             responses[rows, step] = tokens
@@ -142,13 +138,15 @@ class HFEngine:
         for step in track_progress("rollout: token", range(num_steps)):
             tokens, logprobs = self._sample(decoder.logits, keys, number, counters)
             number += 1
+
             yield rows[unfinished], tokens[unfinished], logprobs[unfinished]
 
             unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
             if not unfinished.any() or step + 1 == num_steps:
                 break
 
-            if self.compact_batch and unfinished.sum() <= 0.8 * len(unfinished):  # rarely: copies the cache
+            few = 0.8 * len(unfinished)
+            if self.compact_batch and unfinished.sum() <= few:  # rarely: copies the cache
                 kept = unfinished.nonzero()[:, 0]
                 decoder.select_rows(kept)
                 rows = rows[kept]
@@ -169,6 +167,7 @@ class HFEngine:
         """Return a decoder that has read the prompts, each of adjacent equal ones once."""
         model = self.model
         open_decoder = _CachedDecoder if uses_cache(model) else _WholeRowDecoder
+
         first_tokens = prompts.mask.int().argmax(1)
         start = int(first_tokens.min())  # skip columns that are padding in all rows
         ids = prompts.ids[:, start:].to(model.device)
@@ -214,6 +213,7 @@ def _cache_problem(model: Any) -> str | None:
     problem = row_trial.generation_problem(model, with_cache)
     if problem is None:
         return None
+
     without_cache = partial(_WholeRowDecoder, model, autocast=nullcontext)
     worse = row_trial.generation_problem(model, without_cache)
     if worse:
@@ -251,7 +251,8 @@ class _CachedDecoder:
 
         self.cache = _AutocastCache(config=model.config)
         self.mask = mask.long()
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        positions = self.mask.cumsum(1) - 1
+        positions = positions.clamp(min=0)
         self._forward(ids, positions)
 
     def append(self, tokens: Tensor) -> None:
@@ -290,10 +291,12 @@ class _WholeRowDecoder:
         self.model = model
         self.autocast = autocast
         self.lengths = mask.sum(1)
+
         width = ids.shape[1]
         first = width - self.lengths  # (b,): column of a row's first token
-        columns = torch.arange(width, device=ids.device) + first[:, None]
-        self.ids = ids.gather(1, columns % width)  # padded on the right
+        offsets = torch.arange(width, device=ids.device)
+        columns = (first[:, None] + offsets) % width
+        self.ids = ids.gather(1, columns)  # padded on the right
         self._forward()
 
     def append(self, tokens: Tensor) -> None:
@@ -315,6 +318,7 @@ class _WholeRowDecoder:
         rows = torch.arange(len(self.ids), device=self.ids.device)
         last = self.lengths - 1
         decoder = build.decoder(self.model)
+
         with self.autocast():
             hidden = packing.hidden_states_at(decoder, self.ids, self.lengths, row=rows, column=last)
             self.logits = forward.lm_head_logits(self.model, hidden).float()
@@ -331,6 +335,7 @@ def sample(
     if not temperature:
         tokens = logits.argmax(-1)
         return tokens, torch.zeros_like(tokens, dtype=torch.float32)
+
     logits = logits / temperature
     tokens = gumbel_sample(logits, keys, step, counters)
     return tokens, losses.token_logprobs(logits, tokens, 1.0)
@@ -376,6 +381,7 @@ def log_exponential(keys: Tensor, step: int | Tensor, counters: Tensor) -> Tenso
     step_hash = hash_int32(torch.zeros_like(keys[:, :1]) + step)
     first = hash_int32(keys[:, :1] ^ step_hash)
     second = hash_int32(keys[:, 1:] + first)
+
     mixed = (counters[None] ^ first).add_(second)
     bits = hash_int32(mixed).bitwise_and_(0x7FFFFFFF)
     minus_uniform = bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31))
@@ -389,6 +395,7 @@ def gumbel_sample(logits: Tensor, keys: Tensor, step: int | Tensor, counters: Te
     """
     if logits.device.type != "cpu":
         return (logits - log_exponential(keys, step, counters)).argmax(-1)
+
     rows = max(1, NOISE_CHUNK_ELEMENTS_CPU // logits.shape[1])
     tokens = []
     for part_logits, part_keys in zip(logits.split(rows), keys.split(rows), strict=True):

@@ -105,6 +105,7 @@ class PPOTrainer:
         self.trained_models: dict[str, Any] = {"policy": policy}
         if value is not None:
             self.trained_models["value"] = value
+
         self._frozen_keys: dict[str, set[str]] = {}  # of the state dicts, by model
         for name, model in self.trained_models.items():
             _train_something(model)
@@ -203,8 +204,9 @@ class PPOTrainer:
         """
         rollout = rollout.to(self.policy.device)
         minibatches = self._make_minibatches(rollout, epoch=0)
+        micro_batches = list(chain.from_iterable(minibatches))
         with self.ref_on_device():
-            outputs = self._forward(rollout, minibatches)
+            outputs = self._forward(rollout, micro_batches)
         for name, output in outputs.items():
             monitor.check_finite(name, output, self.updates + 1)
 
@@ -232,8 +234,8 @@ class PPOTrainer:
     def _token_rewards(self, rollout: Rollout, scores: ScoreResult, kl: Tensor) -> Tensor:
         """Return the rewards (B, R): the score at the last token, less the KL penalty with kl_in reward."""
         mask = rollout.response_mask
-        penalty = self.kl_coef * kl if self.settings.kl_in == "reward" else torch.zeros_like(kl)
-        rewards = losses.compute_token_rewards(scores.final, penalty, mask)
+        coef = self.kl_coef if self.settings.kl_in == "reward" else 0.0
+        rewards = losses.compute_token_rewards(scores.final, coef * kl, mask)
         if self.settings.whiten_rewards:
             rewards = losses.masked_whiten(rewards, mask, shift_mean=False)
         return rewards
@@ -270,12 +272,13 @@ class PPOTrainer:
     def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
         """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""
         num_rows = len(rollout)
+        num_minibatches = min(self.settings.num_mini_batches, num_rows)
         seed = derive_seed(self.seed, "minibatches", self.updates, epoch)
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_rows, generator=generator).to(rollout.ids.device)
 
-        parts = order.tensor_split(min(self.settings.num_mini_batches, num_rows))
-        return tuple(self._split_minibatch(rollout, rows) for rows in parts)
+        minibatches = order.tensor_split(num_minibatches)
+        return tuple(self._split_minibatch(rollout, rows) for rows in minibatches)
 
     def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> MinibatchRows:
         """Split the rows of a minibatch into micro-batches of rows of similar length."""
@@ -295,12 +298,11 @@ class PPOTrainer:
             return nullcontext()
         return sharding.on_device(self.ref, self.policy.device)
 
-    def _forward(self, rollout: Rollout, minibatches: tuple[MinibatchRows, ...]) -> dict[str, Tensor]:
+    def _forward(self, rollout: Rollout, micro_batches: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the models' outputs, (B, R) each and 0 outside the response mask, by the update's micro-batches."""
         runner = self.model_runner
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
         outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in runner.outputs}
-        micro_batches = list(chain.from_iterable(minibatches))
         with (
             self.parallel.minibatch_context(),
             runner.scoring_context(),
@@ -327,12 +329,14 @@ class PPOTrainer:
         if experience.advantages is None:
             text = f"num_samples_per_prompt {settings.num_samples_per_prompt} adjacent responses to each prompt"
             raise ValueError(f"advantage {settings.advantage} needs {text}")
+
         trained_policy = self._trains_policy
         learning_rates = {LEARNING_RATES[name]: self._learning_rate(name) for name in self.trained_models}
 
         step_stats, num_epochs = self._train_epochs(experience)
         self._check_weights()
         self.optimizer.zero_grad(set_to_none=True)  # the memory of the gradients is for the next rollout
+
         self.scheduler.step()
         self.updates += 1
         if self.average:
@@ -392,7 +396,7 @@ class PPOTrainer:
     def _train_minibatch(self, experience: Experience, minibatch: MinibatchRows, epoch: int = 0) -> Stats:
         """Take one optimizer step on the mean loss over the minibatch's response tokens; return its metrics."""
         runner = self.model_runner
-        num_tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
+        num_tokens = int(experience.mask[torch.cat(minibatch)].sum())
         results = []
         self.optimizer.zero_grad(set_to_none=True)
         with (
@@ -439,10 +443,12 @@ class PPOTrainer:
         """Add the gradient of the language-model loss over ptx rows, one sampled for each episode of the minibatch."""
         if not self.ptx or not self._trains_policy:
             return {}
+
         ptx_rows = self._draw_ptx_rows(minibatch, epoch)
         all_rows = torch.arange(len(ptx_rows), device=ptx_rows.ids.device)
         micro_batches = self._split_minibatch(ptx_rows, all_rows)
         num_tokens = int(ptx_rows.response_mask.sum())
+
         loss = 0.0
         for rows, is_real in self.parallel.micro_batches_of_rank(micro_batches):
             micro_batch = ptx_rows.micro_batch(rows)
@@ -528,7 +534,8 @@ class PPOTrainer:
     def _load_weights(self, name: str, model: Any, weights: dict[str, Tensor]) -> None:
         """Load all weights of a trained model that are not frozen. Raises ValueError for others."""
         missing, unexpected = model.load_state_dict(weights, strict=False)
-        wrong = unexpected or sorted(set(missing) - self._frozen_keys[name])
+        lacking = set(missing) - self._frozen_keys[name]
+        wrong = unexpected or sorted(lacking)
         if wrong:
             raise ValueError(f"the state does not fit the {name} model: {wrong[0]}")
 
@@ -536,13 +543,13 @@ class PPOTrainer:
 
     def _check_engine(self, experience: Experience) -> None:
         """Raise RLHFError R19 if the engine's log-probs differ by more than max_logprob_gap nats on average."""
-        gaps = experience.logprob_gap
-        mean = float(gaps.mean()) if len(gaps) else 0.0
+        mean = float(experience.logprob_gap.mean())  # NaN without the engine's
         limit = self.settings.max_logprob_gap
         if mean > limit:
             cause, hint = self._gap_cause(experience)
-            text = f"step {self.updates + 1}: the engine's log-probs differ from the policy's by {mean:.3g} nats "
-            text += f"a token, more than ppo.max_logprob_gap {limit:g}: {cause}; nothing was trained on them"
+            difference = f"the engine's log-probs differ from the policy's by {mean:.3g} nats a token"
+            text = f"step {self.updates + 1}: {difference}, more than ppo.max_logprob_gap {limit:g}"
+            text = f"{text}: {cause}; nothing was trained on them"
             raise RLHFError("R19", text, hint=f"the same command resumes; {hint}")
 
     def _gap_cause(self, experience: Experience) -> tuple[str, str]:
@@ -551,9 +558,10 @@ class PPOTrainer:
         gaps = torch.zeros_like(experience.logprobs)
         gaps[experience.mask] = experience.logprob_gap
         row = int(gaps.sum(1).argmax())
-        one = experience.rollout.rows(slice(row, row + 1))
+        part = slice(row, row + 1)
+        one = experience.rollout.rows(part)
 
-        gap = self._gap_alone(one, experience.logprobs[row : row + 1])
+        gap = self._gap_alone(one, experience.logprobs[part])
         if gap > limit:
             cause = f"the policy's passes over a batch differ by {gap:.2g} nats a token from those of row {row} alone"
             return cause, "set ppo.packing: false, or ppo.per_device_train_batch_size: 1"
@@ -568,10 +576,12 @@ class PPOTrainer:
 
     def _draw_again(self, engine: HFEngine, one: Rollout, row: int) -> Rollout:
         """Return the response to the prompt of a rollout of one row, `row` of the last one, drawn alone."""
+        width = one.prompt_width
+        seed = derive_seed(self.seed, "sample", self.updates, row)
         prompt = Prompts(
-            one.ids[:, : one.prompt_width],
-            one.mask[:, : one.prompt_width],
-            seeds=(derive_seed(self.seed, "sample", self.updates, row),),
+            one.ids[:, :width],
+            one.mask[:, :width],
+            seeds=(seed,),
             response_length=one.response_mask.shape[1],
         )
         with self.parallel.gathered_model(engine.model):
@@ -580,11 +590,10 @@ class PPOTrainer:
     def _gap_alone(self, row: Rollout, logprobs: Tensor) -> float:
         """Return the mean difference, in nats a token, of `logprobs` (1, R) from those of a rollout of one row."""
         micro_batch = torch.zeros(1, dtype=torch.int64, device=row.ids.device)
-        minibatch = (micro_batch,)
         with self.ref_on_device():
-            outputs = self._forward(row, (minibatch,))
-        gaps = (outputs["logprobs"] - logprobs)[row.response_mask]
-        return float(gaps.abs().mean())
+            outputs = self._forward(row, [micro_batch])
+        gaps = outputs["logprobs"] - logprobs
+        return float(gaps[row.response_mask].abs().mean())
 
 
 def _check_engine_settings(engine: RolloutEngine, settings: PPOSettings) -> None:

@@ -19,7 +19,7 @@ from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError
 from rlhf_cli.models import devices, forward
-from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop, right_pad, stop_ids
+from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, right_pad, stop_ids
 
 NOISE_FACTOR = 4.0  # a gap of so many times that of the reference's weights is no rounding
 MIN_GAP_LIMIT = 1e-4  # nats: two float32 implementations agree to 1e-5
@@ -104,6 +104,7 @@ class VLLMClient:
             raise self.error("/v1/models names no model: is it a vLLM server?")
         self.served = base["id"]
         self.loaded = [model["id"] for model in models if model.get("parent")]
+
         limit = base.get("max_model_len") or needed_tokens
         if limit < needed_tokens:
             text = f"serves rows of {limit} tokens; prompt and response have up to {needed_tokens}"
@@ -114,6 +115,7 @@ class VLLMClient:
         if self.sync == "lora":
             self._load_adapter(version, folder)
             return version
+
         self.call("/pause?mode=wait", {})
         try:
             self.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
@@ -129,6 +131,7 @@ class VLLMClient:
         if version not in self.loaded:
             self.call("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
             self.loaded.append(version)
+
         run = _run_of(version)
         ours = [name for name in self.loaded if _run_of(name) == run]
         for name in ours[:-2]:
@@ -255,7 +258,8 @@ class VLLMEngine:
             except ServerLostError as error:
                 problem = str(error)
                 self.served = ""
-                self.report(f"the server {problem}; ppo waits up to {self.max_wait:.0f} s, and sends the weights again")
+                wait = f"{self.max_wait:.0f} s"
+                self.report(f"the server {problem}; ppo waits up to {wait}, and sends the weights again")
                 self.server.wait(self.max_wait)
                 self.server.read_models(self.longest_row)
         raise self.server.error(f"{problem} ({MAX_ATTEMPTS} attempts)")
@@ -332,10 +336,8 @@ class VLLMEngine:
 
     def _draw(self, name: str, prompts: Prompts) -> Rollout:
         """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""
-        prompt_ids = prompts.ids.cpu()
-        prompt_mask = prompts.mask.cpu()
         limit = prompts.response_length
-        rows = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+        rows = [ids[mask].tolist() for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
         options = {
             "model": name,
             "temperature": self.temperature,
@@ -354,12 +356,11 @@ class VLLMEngine:
         responses, response_mask = right_pad(tokens, self.pad_token_id)
         logprobs = torch.zeros(response_mask.shape)
         logprobs[response_mask] = torch.tensor(values)
-        stopped = is_stop(responses, self.stop_token_id) & response_mask
-        return Rollout(
-            torch.cat([prompt_ids, responses], 1),
-            torch.cat([prompt_mask, response_mask], 1),
+        return Rollout.of_responses(
+            prompts,
+            responses,
             response_mask,
-            stopped.any(1),
+            stop_token_id=self.stop_token_id,
             logprobs=logprobs,
         )
 
@@ -372,10 +373,12 @@ class VLLMEngine:
             raise self.server.error("gives no token ids with their log-probs (return_token_ids, logprobs)")
 
         length = len(ids)
-        *before, last = [token in stop_ids(self.stop_token_id) for token in ids]
+        stops = stop_ids(self.stop_token_id)
+        *before, last = [token in stops for token in ids]
         is_complete = last or length == limit
         if any(before) or not is_complete or length > limit:
             raise self.server.error(f"ended a response after {length} of {limit} tokens with token {ids[-1]}")
+
         for value in values:
             if not isinstance(value, float | int) or not math.isfinite(value):
                 raise self.server.error("gave a log-prob that is not finite")
@@ -408,6 +411,7 @@ def _has_old_weights(now: list[Drawn], before: list[Drawn]) -> bool:
     length = float(way.square().sum())
     if not length:
         return False
+
     at = float((moved * way).sum()) / length
     rest = float((moved - at * way).square().mean())
     return at + MAX_STANDARD_ERRORS * math.sqrt(rest / length) < 0.5
