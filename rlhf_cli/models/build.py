@@ -184,15 +184,20 @@ def require_fit(
         backbone = f"{model.base_model_prefix}."
         missing_head = [name for name in missing if not name.startswith(backbone)]
     missing_backbone = [name for name in missing if name not in missing_head]
-    unexpected = _unexpected_weights(folder, model, report, auto_class, config)
+    # The head of a reward model that is trained from a causal LM is new.
+    lost = [*missing_head, *missing_backbone] if is_classifier(config) else missing_backbone
+
+    unexpected = set(report["unexpected_keys"])
+    if auto_class is AutoModelForSequenceClassification and not lost:
+        unexpected -= _other_heads(model, unexpected)
+    unintended = _unintended_weights(folder, model, unexpected, config)
     reshaped = [f"{name} {list(stored)}, not {list(own)}" for name, stored, own in sorted(report["mismatched_keys"])]
-    if not (missing_backbone or unexpected or reshaped):
+    if not (missing_backbone or unintended or reshaped):
         return tuple(missing_head)
 
-    # The head of a reward model that is trained from a causal LM is new.
     unfit = {
-        "missing": [*missing_head, *missing_backbone] if is_classifier(config) else missing_backbone,
-        "not in the model": unexpected,
+        "missing": lost,
+        "not in the model": unintended,
         "of another shape": reshaped,
     }
     listed = "; ".join(f"{len(names)} {group} ({first_names(names)})" for group, names in unfit.items() if names)
@@ -200,29 +205,19 @@ def require_fit(
     raise RLHFError("M13", text, hint="copy or download the folder again: weights and config.json must be of one model")
 
 
-def _unexpected_weights(
-    folder: Path | str,
-    model: Any,
-    report: dict[str, Any],
-    auto_class: Any,
-    config: Any,
-) -> list[str]:
-    """Return the weights in a folder that `require_fit` does not intend to be left out. Warns M18."""
+def _unintended_weights(folder: Path | str, model: Any, unexpected: set[str], config: Any) -> list[str]:
+    """Return which weights that are not in the model `require_fit` does not intend to leave out. Warns M18."""
     towers = _other_towers(model, config)
     if towers:
         text = f"{shown(folder)}: only the text model is read, not {' and '.join(sorted(towers))}"
         terminal.warn("M18", text, hint="no model that is made from it reads images or sound")
 
-    names = set(report["unexpected_keys"])
-    backbone = f"{model.base_model_prefix}."
-    relevant = [name for name in report["missing_keys"] if is_classifier(config) or name.startswith(backbone)]
-    if names and auto_class is AutoModelForSequenceClassification and not relevant:  # the backbone is complete
-        names -= _other_heads(model, names)
-    return sorted(
-        name
-        for name in names
-        if not name.startswith(VALUE_HEAD) and not name.endswith(BUFFERS) and towers.isdisjoint(name.split("."))
-    )
+    unintended = []
+    for name in sorted(unexpected):
+        is_known = name.startswith(VALUE_HEAD) or name.endswith(BUFFERS)
+        if not is_known and towers.isdisjoint(name.split(".")):
+            unintended.append(name)
+    return unintended
 
 
 def check_tied_embeddings(folder: Path | str, model: Any) -> None:

@@ -43,10 +43,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
         return
 
     files.remove(folder)
-    if state:
-        model.save_pretrained(folder, state_dict=state)
-    else:
-        model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=state)
     if lora.is_peft_model(model):
         save_config(model.get_base_model(), folder)
     tokenizer.save_pretrained(folder)

@@ -335,7 +335,7 @@ def clone_sharing_storage(model: Any) -> Any:
 
 def clone_sharing_weights(model: Any) -> Any:
     """Return a copy of a model with new modules and the same tensors: moving or freezing one affects both."""
-    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in _tensors(model)})
+    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in parameters_and_buffers(model)})
 
 
 def share_layers(policy: Any, ref: Any, count: int) -> None:
@@ -386,14 +386,14 @@ def offload_to_cpu(model: Any) -> None:
     """Move a model to the CPU; if there is an accelerator, into pinned memory, which is faster to copy from."""
     model.to("cpu")
     if torch.accelerator.is_available():
-        for tensor in _tensors(model):
+        for tensor in parameters_and_buffers(model):
             tensor.data = tensor.data.pin_memory()
 
 
 @contextmanager
 def on_device(model: Any, device: torch.device) -> Iterator[None]:
     """Context manager that replaces a frozen model's tensors by copies on the device, which are discarded on exit."""
-    offloaded = [(tensor, tensor.data) for tensor in _tensors(model)]
+    offloaded = [(tensor, tensor.data) for tensor in parameters_and_buffers(model)]
     for tensor, cpu_data in offloaded:
         tensor.data = torch.empty_like(cpu_data, device=device).copy_(cpu_data, non_blocking=True)
     try:
@@ -403,6 +403,6 @@ def on_device(model: Any, device: torch.device) -> Iterator[None]:
             tensor.data = cpu_data
 
 
-def _tensors(model: Any) -> list[Tensor]:
+def parameters_and_buffers(model: Any) -> list[Tensor]:
     """Return parameters and buffers; tied weights once."""
     return list(chain(model.parameters(), model.buffers()))

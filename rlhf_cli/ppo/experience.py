@@ -161,6 +161,7 @@ def apply_penalties(scores: Tensor, rollout: Rollout, limit: int, settings: PPOS
     """Subtract missing_eos_penalty and overlong_penalty from scores (B,); `limit` is the response length limit."""
     if settings.missing_eos_penalty and settings.stop_token != "none":
         scores = scores - settings.missing_eos_penalty * ~rollout.ended
+
     penalty = settings.overlong_penalty
     if penalty:
         fraction = losses.overlong_fraction(rollout.response_lengths, limit, penalty.tokens)
@@ -356,10 +357,12 @@ class Experience:
         for name, scores in scored.items():
             if len(scores):
                 metrics[f"objective/score/{name}"] = float(scores.float().mean())
+
         for name, scores in scored.items():
             unscored = 1 - len(scores) / len(self.rollout)
             if unscored:
                 metrics[f"objective/unscored/{name}"] = unscored
+
         for name, ensemble in self.score_result.ensembles.items():
             for member, scores in ensemble.members.items():
                 metrics[f"objective/score/{name}/{member}"] = float(scores.mean())
@@ -374,6 +377,7 @@ class Experience:
             p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values  # torch's quantile takes at most 2^24 numbers
             metrics["rollout/logprob_gap"] = float(gap.mean())
             metrics["rollout/logprob_gap_p99"] = float(p99)
+
         if self.weights is not None and self.capped is not None:
             metrics["rollout/correction_mean"] = float(self.weights[self.mask].mean())
             metrics["rollout/correction_capped"] = float(self.capped.float().mean())

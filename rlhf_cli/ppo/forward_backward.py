@@ -238,6 +238,7 @@ class ModelRunner:
         with self._autocast():
             logits = forward.lm_head_logits(self.policy, hidden)
             ref_logits = forward.lm_head_logits(self.ref, ref_hidden)
+
         logprobs = self._token_logprobs(logits, ids)
         ref_logprobs = self._token_logprobs(ref_logits, ids)
         if self.settings.kl_estimator == "full":

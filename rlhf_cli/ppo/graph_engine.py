@@ -46,12 +46,14 @@ def reason_against(model: Any) -> str | None:
         return f"its attention is computed by {model.config._attn_implementation}, not by sdpa"
     if not accepts(model, "position_ids"):
         return "it takes no positions"
+
     try:
         layers = _StaticCache(config=model.config, max_cache_len=1).layers
     except (KeyError, ValueError, TypeError) as error:
         return f"transformers has no static cache for it ({error})"
     if any(type(layer) is not StaticLayer for layer in layers):
         return "it has layers with another cache than full attention's, such as sliding windows"
+
     if not uses_cache(model):
         return "it is sampled from without a cache"
     return _step_problem(model)
@@ -62,7 +64,8 @@ def _step_problem(model: Any) -> str | None:
     rows, pad = row_trial.probe_rows(model)
     prompts = replace(Prompts.from_lists(rows, pad), seeds=(0, 1), response_length=2)
     try:
-        GraphEngine(model, None, pad, bf16=model.dtype == torch.bfloat16).generate(prompts)
+        engine = GraphEngine(model, None, pad, bf16=model.dtype == torch.bfloat16)
+        engine.generate(prompts)
     except Exception as error:  # each family fails in its own way
         if system.is_out_of_memory(error):
             raise
@@ -129,11 +132,12 @@ class GraphEngine(HFEngine):
                     break
                 if row_bucket(count) < step.rows:
                     responses[rows], logprobs[rows] = step.results(len(rows), length)
-                    smaller = self._step(count, width)
-                    smaller.take_rows(step, unfinished)
-                    step = smaller
+                    larger = step
+                    step = self._step(count, width)
+                    step.take_rows(larger, unfinished)
                     rows = rows[unfinished]
             step()
+
         responses[rows], logprobs[rows] = step.results(len(rows), length)
         return responses, logprobs
 
@@ -141,20 +145,23 @@ class GraphEngine(HFEngine):
         """Return the step of the smallest shape that holds `rows` rows of `width` positions; make it once."""
         bucket = row_bucket(rows)
         width = -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-        if (bucket, width) not in self.steps:
-            device = self.model.device.type
-            autocast = partial(torch.autocast, device, dtype=torch.bfloat16, enabled=bool(self.bf16))
-            self.steps[bucket, width] = FixedStep(
-                self.model,
-                bucket,
-                width,
-                sample=self._sample,
-                stop=self.stop_token_id,
-                pad=self.pad_token_id,
-                autocast=autocast,
-                compiles=self.compiles and packing.is_enabled(self.model),
-            )
-        return self.steps[bucket, width]
+        if (bucket, width) in self.steps:
+            return self.steps[bucket, width]
+
+        device = self.model.device.type
+        autocast = partial(torch.autocast, device, dtype=torch.bfloat16, enabled=bool(self.bf16))
+        step = FixedStep(
+            self.model,
+            bucket,
+            width,
+            sample=self._sample,
+            stop=self.stop_token_id,
+            pad=self.pad_token_id,
+            autocast=autocast,
+            compiles=self.compiles and packing.is_enabled(self.model),
+        )
+        self.steps[bucket, width] = step
+        return step
 
 
 class FixedStep:
@@ -263,6 +270,7 @@ class FixedStep:
         """Read the last tokens and draw the next ones."""
         self.mask.index_fill_(3, self.column, True)
         layers = compiled_token_step(self.model, self.cache.layers) if self.compiles else nullcontext()
+
         with self.autocast(cache_enabled=False), forward.float32_logits(self.model), layers:
             output = self.model(
                 input_ids=self.tokens,
@@ -272,6 +280,7 @@ class FixedStep:
                 use_cache=True,
             )
             logits = output.logits[:, -1].float()
+
         self.column += 1
         self.positions += 1
         self._draw(logits)
@@ -311,10 +320,12 @@ class FixedStep:
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+
         with torch.cuda.stream(stream):
             for _ in range(2):
                 self._forward_and_draw()
         torch.cuda.current_stream().wait_stream(stream)
+
         for tensor, value in zip(moved, before, strict=True):
             tensor.copy_(value)
 

@@ -110,13 +110,14 @@ class PPOTrainer:
         for name, model in self.trained_models.items():
             _train_something(model)
             self._frozen_keys[name] = lora.frozen_state_keys(model)
+
         self.model_runner, self.parallel = prepare_models(policy, self.ref, value, self.settings, process_group)
 
         self.optimizer = optimizer or build_optimizer(self.trained_models, self.settings)
-        if scheduler is None:
-            scheduler = build_scheduler(self.optimizer, self.settings, num_updates or settings.num_updates())
-        self.scheduler = scheduler
+        num_updates = num_updates or settings.num_updates()
+        self.scheduler = scheduler or build_scheduler(self.optimizer, self.settings, num_updates)
         self.average = WeightAverage(policy, settings.average) if settings.average else None
+
         self.updates = 0
         self.kl_coef = settings.kl_coef
         self.score_moments = RunningMeanStd()
@@ -125,10 +126,13 @@ class PPOTrainer:
         """Run one PPO update on num_samples_per_prompt responses to each prompt; return its metrics."""
         start = self._synchronized_time()
         rollout = self.generate(prompts)
+
         generate_end = self._synchronized_time()
         self.experience = self.make_experience(rollout)
+
         score_end = self._synchronized_time()
         stats = self.update(self.experience)
+
         end = self._synchronized_time()
         return {
             **stats,
@@ -146,7 +150,12 @@ class PPOTrainer:
 
     # Generate
 
-    def generate(self, prompts: Prompts, purpose: str = "sample", engine: RolloutEngine | None = None) -> Rollout:
+    def generate(
+        self,
+        prompts: Prompts,
+        purpose: str = "sample",
+        engine: RolloutEngine | None = None,
+    ) -> Rollout:
         """Generate responses, with random draws keyed by (seed, purpose, update, row). Each rank generates a part.
 
         Purpose "sample", for training, gives num_samples_per_prompt responses to each prompt, any other purpose one.
@@ -159,6 +168,7 @@ class PPOTrainer:
 
         if engine is not None:
             return replace(self._generate(seeded, engine), logprobs=None)
+
         if not self.engine_has_weights:
             self.engine.update_weights(self.updates, self.policy)
             self.engine_has_weights = True
@@ -188,6 +198,7 @@ class PPOTrainer:
         length = self.settings.response_length
         if not isinstance(length, LengthRange):
             return length
+
         num_lengths = length.max - length.min + 1
         draw = derive_seed(self.seed, "length", self.updates)
         return length.min + draw % num_lengths
@@ -214,6 +225,7 @@ class PPOTrainer:
         values = outputs.get("values")
         token_rewards = self._token_rewards(rollout, score_result, outputs["kl"])
         advantages, returns = estimate_advantages(rollout, token_rewards, values, self.settings)
+
         experience = Experience(
             rollout,
             minibatches,
@@ -303,6 +315,7 @@ class PPOTrainer:
         runner = self.model_runner
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
         outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in runner.outputs}
+
         with (
             self.parallel.minibatch_context(),
             runner.scoring_context(),
@@ -314,6 +327,7 @@ class PPOTrainer:
                 for name, values in runner.forward(micro_batch).items():
                     if is_real:
                         outputs[name][micro_batch.response_index] = values
+
         self.process_group.all_reduce(outputs.values())
         return outputs
 
@@ -368,6 +382,7 @@ class PPOTrainer:
         minibatches = experience.minibatches
         steps: list[Stats] = []
         self.engine_has_weights = False
+
         with self.ref_on_device() if needs_ref else nullcontext():
             for epoch in track_progress("update: epoch", range(settings.num_ppo_epochs)):
                 if epoch > 0:
@@ -375,6 +390,7 @@ class PPOTrainer:
                 for minibatch in track_progress("minibatch", minibatches):
                     stats = self._train_minibatch(experience, minibatch, epoch)
                     steps.append(stats)
+
                 if settings.early_stopping and stats["policy/policykl"] > 1.5 * settings.target_kl:
                     break
         return steps, epoch + 1
@@ -399,6 +415,7 @@ class PPOTrainer:
         num_tokens = int(experience.mask[torch.cat(minibatch)].sum())
         results = []
         self.optimizer.zero_grad(set_to_none=True)
+
         with (
             self.parallel.minibatch_context(),
             forward.gradient_checkpointing(*self.trained_models.values()),
@@ -504,6 +521,7 @@ class PPOTrainer:
             "kl_coef": self.kl_coef,
             "moments": asdict(self.score_moments),
         }
+
         for name, part in self._stateful_parts().items():
             frozen = self._frozen_keys.get(name, set())
             state[name] = {key: value for key, value in part.state_dict().items() if key not in frozen}
@@ -519,6 +537,7 @@ class PPOTrainer:
                 self._load_weights(name, part, state[name])
             else:
                 part.load_state_dict(state[name])
+
         self.updates = state["updates"]
         self.kl_coef = state["kl_coef"]
         self.score_moments = RunningMeanStd(**state["moments"])
@@ -558,6 +577,7 @@ class PPOTrainer:
         gaps = torch.zeros_like(experience.logprobs)
         gaps[experience.mask] = experience.logprob_gap
         row = int(gaps.sum(1).argmax())
+
         part = slice(row, row + 1)
         one = experience.rollout.rows(part)
 

@@ -87,6 +87,7 @@ class VLLMClient:
         """Wait until the server answers. Raises RLHFError R20 after `seconds`."""
         probe = replace(self, client=HTTPClient(HEALTH_TIMEOUT_S, 0))
         end = time.monotonic() + seconds
+
         while True:
             try:
                 probe.call("/health")
@@ -118,11 +119,13 @@ class VLLMClient:
 
         self.call("/pause?mode=wait", {})
         try:
-            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            arguments = {"weights_path": str(folder)}
+            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
             self.call("/reset_prefix_cache", {})
             self.call("/update_weight_version", {"new_version": version})
         finally:
             self.call("/resume", {})
+
         self.require_version(version)
         return self.served
 
@@ -142,6 +145,7 @@ class VLLMClient:
         """Raise ServerLostError if the server has other whole weights."""
         if self.sync != "disk":
             return
+
         found = self.call("/weight_info").get("weight_version")
         if found != version:
             raise ServerLostError(f"/weight_info answered version {found!r}, not {version!r}")
@@ -150,7 +154,8 @@ class VLLMClient:
         """Return the choice of each row of ids, which the server continues by `options` and the row's seed."""
         bodies = []
         for ids, seed in zip(rows, seeds, strict=True):
-            bodies.append({**PLAIN_SAMPLING, **options, "prompt": ids, "seed": seed})
+            body = {**PLAIN_SAMPLING, **options, "prompt": ids, "seed": seed}
+            bodies.append(body)
         answers = self.call_all("/v1/completions", bodies)
 
         choices = []
@@ -188,7 +193,7 @@ class Drawn:
     tokens: Tensor  # (n,) int64
     theirs: Tensor  # log-prob by the server
     logprobs: Tensor  # by the trainer
-    entropy: Tensor  # by the trainer: mean of -log p over all tokens
+    surprise: Tensor  # by the trainer: -log p - entropy
     variance: Tensor  # by the trainer: of log p
 
 
@@ -239,9 +244,11 @@ class VLLMEngine:
         """Write the policy's weights, make the server load them, and check that it has them."""
         if not distributed.is_main_process():  # it alone draws
             return
+
         self.policy = policy
         self.update = update
         self.served = ""
+
         if self.noise is None:
             self._retry(self._start)
         self.weights = self.write("policy", update)
@@ -303,6 +310,7 @@ class VLLMEngine:
         if abs(errors) > MAX_STANDARD_ERRORS:
             difference = f"-log p of its draws is {errors:+.1f} standard errors from the entropy"
             raise self._error(f"draws from another distribution: {difference} (a filter such as top_k, a temperature)")
+
         self.before = drawn
         return gap
 
@@ -319,18 +327,22 @@ class VLLMEngine:
         theirs = rollout.logprobs[micro_batch.response_index]
         with torch.no_grad(), devices.autocast(bf16=self.bf16, on=model.device):
             logits = forward.response_logits(model, micro_batch)  # (N, V)
-        log_p = (logits.float() / self.temperature).log_softmax(-1)
+
+        scaled = logits.float() / self.temperature
+        log_p = scaled.log_softmax(-1)
         logprobs = log_p.gather(1, micro_batch.response_ids[:, None])[:, 0]
 
         p = log_p.exp()
         entropy = -(p * log_p).sum(-1)
         mean_square = (p * log_p.square()).sum(-1)
         variance = mean_square - entropy.square()
+        surprise = -logprobs - entropy
+
         return Drawn(
             micro_batch.response_ids.cpu(),
             theirs.cpu(),
             logprobs.cpu(),
-            entropy=entropy.cpu(),
+            surprise=surprise.cpu(),
             variance=variance.cpu(),
         )
 
@@ -356,6 +368,7 @@ class VLLMEngine:
         responses, response_mask = right_pad(tokens, self.pad_token_id)
         logprobs = torch.zeros(response_mask.shape)
         logprobs[response_mask] = torch.tensor(values)
+
         return Rollout.of_responses(
             prompts,
             responses,
@@ -387,9 +400,9 @@ class VLLMEngine:
 
 def _surprise(drawn: list[Drawn]) -> float:
     """Return the sum of -log p - entropy, in its standard errors: near 0 for tokens drawn from p."""
-    excess = torch.cat([-row.logprobs - row.entropy for row in drawn])
-    variance = torch.cat([row.variance for row in drawn])
-    return float(excess.sum()) / math.sqrt(float(variance.sum()) or 1.0)
+    total = torch.cat([row.surprise for row in drawn]).sum()
+    variance = torch.cat([row.variance for row in drawn]).sum()
+    return float(total) / math.sqrt(float(variance) or 1.0)
 
 
 def _has_old_weights(now: list[Drawn], before: list[Drawn]) -> bool:
