@@ -134,7 +134,8 @@ class MinibatchStats:
         """Sum the metrics of the micro-batches of update `step`."""
         sums: Stats = {}
         for name in results[0].metrics if results else ():
-            sums[name] = float(sum(result.metrics[name].sum() for result in results))
+            total = sum(result.metrics[name].sum() for result in results)
+            sums[name] = float(total)
 
         max_ratio_error = 0.0
         error = None

@@ -237,9 +237,8 @@ class FixedStep:
         index = self._fill(rows)
         for layer, source in zip(self.cache.layers, other.cache.layers, strict=True):
             if not layer.is_initialized:
-                some_keys = source.keys[: self.rows]
-                some_values = source.values[: self.rows]
-                layer.lazy_initialization(some_keys, some_values)
+                first = slice(self.rows)
+                layer.lazy_initialization(source.keys[first], source.values[first])
             layer.keys.copy_(source.keys[index])
             layer.values.copy_(source.values[index])
             layer.cumulative_length.copy_(source.cumulative_length)

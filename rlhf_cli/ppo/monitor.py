@@ -159,7 +159,8 @@ class Watchdog:
         limit = self.settings.kl_stop
         if limit is not None and kl > limit:
             text = f"step {step}: KL to the SFT policy is {kl:.4g} nats per response, over ppo.kl_stop {limit:g}"
-            raise StopTraining("R04", text, key="ppo.kl_stop", hint="raise ppo.kl_coef, or lower ppo.learning_rate")
+            hint = "raise ppo.kl_coef, or lower ppo.learning_rate"
+            raise StopTraining("R04", text, key="ppo.kl_stop", hint=hint)
 
         new: list[Problem] = []
         for name, code, text, hint in self._failures(step, experience, stats):
@@ -179,7 +180,8 @@ class Watchdog:
             yield "equal", "R02", equal, hint
 
         ended = int(rollout.ended.sum())
-        if self.settings.stop_token != "none" and ended < MIN_EOS_FRACTION * count:
+        fewest = MIN_EOS_FRACTION * count
+        if self.settings.stop_token != "none" and ended < fewest:
             text = f"{ended} of {count} responses end with the stop token ({ended / count:.0%})"
             hint = "raise ppo.response_length; check ppo.stop_token, and that SFT's rows end with it (rlhf explain T06)"
             yield "endless", "R03", text, hint
@@ -191,7 +193,8 @@ class Watchdog:
             hint = "check that prompts end as those of SFT's rows do, and its chat template"
             yield "empty", "R03", text, hint
 
-        kl = RunningMeanStd.of(experience.log_ratio.double().sum(1))
+        kl_of_rows = experience.log_ratio.double().sum(1)
+        kl = RunningMeanStd.of(kl_of_rows)
         noise = kl.standard_error
         if kl.mean < -NOISE_SE * noise:
             text = f"KL to the SFT policy is {kl.mean:.4g} nats per response, below 0 by more than noise ({noise:.2g})"
@@ -206,13 +209,14 @@ class Watchdog:
     def _equal_rewards(self, step: int, scores: Tensor) -> str | None:
         """Return a text if all rewards (B,) of the update are equal; count such updates. Raises RLHFError R02."""
         count = len(scores)
-        is_equal = count > 1 and bool((scores == scores[0]).all())
+        first = float(scores[0])
+        is_equal = count > 1 and bool((scores == first).all())
         if not is_equal:
             self.equal_reward_updates = 0
             return None
 
         self.equal_reward_updates += 1
-        text = f"all {count} rewards are {float(scores[0]):.6g}"
+        text = f"all {count} rewards are {first:.6g}"
         if self.equal_reward_updates >= MAX_EQUAL_REWARD_UPDATES:
             text = f"step {step}: {text}, for {self.equal_reward_updates} updates in a row"
             raise RLHFError("R02", text, hint=EQUAL_REWARDS_HINT)
@@ -225,7 +229,7 @@ class Watchdog:
             return []
 
         alerts = []
-        for (signal, source), now in self._readings(experience).items():
+        for signal, source, now in self._readings(experience):
             if signal in self.unavailable or getattr(limits, signal) is None:
                 continue
             alert = self._check(limits, step, signal, source, now)
@@ -233,24 +237,19 @@ class Watchdog:
                 alerts.append(alert)
         return alerts
 
-    def _readings(self, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
-        """Return a value for each response, (B,), by signal and source; of a judge for those that it scores."""
+    def _readings(self, experience: Experience) -> Iterator[tuple[Signal, str | None, Tensor]]:
+        """Yield signal, source and a value for each response, (B,); of a judge for those that it scores."""
         rollout = experience.rollout
-        scores = experience.score_result
+        yield "kl", None, experience.log_ratio.sum(1) / experience.mask.sum(1)
+        yield "length", None, rollout.response_lengths
+        yield "repetition", None, rollout.repetition
+        yield "eos", None, rollout.ended
 
-        readings: dict[tuple[Signal, str | None], Tensor] = {
-            ("kl", None): experience.log_ratio.sum(1) / experience.mask.sum(1),
-            ("length", None): rollout.response_lengths,
-            ("repetition", None): rollout.repetition,
-            ("eos", None): rollout.ended,
-        }
-
-        for name, judged in scores.scored.items():
-            if name in self.judges and len(judged):
-                readings["judge", name] = judged
-        for name, ensemble in scores.ensembles.items():
-            readings["disagreement", name] = ensemble.disagreement
-        return readings
+        for name, scores in experience.score_result.scored.items():
+            if name in self.judges and len(scores):
+                yield "judge", name, scores
+        for name, ensemble in experience.score_result.ensembles.items():
+            yield "disagreement", name, ensemble.disagreement
 
     def _check(
         self,

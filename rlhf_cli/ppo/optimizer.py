@@ -33,10 +33,11 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
     weights = [weight for group in groups for weight in group["params"]]
     is_sharded = any(map(is_sharded_tensor, weights))
     on_cpu = weights[0].device.type == "cpu"
+    fused = settings.optim == "adamw_torch_fused"
     if is_sharded and on_cpu:
         options["foreach"] = False
-    elif on_cpu or settings.optim == "adamw_torch_fused":
-        options["fused"] = settings.optim == "adamw_torch_fused"
+    elif on_cpu or fused:
+        options["fused"] = fused
     else:
         options["foreach"] = True
     adamw = ShardedAdamW if is_sharded else torch.optim.AdamW
@@ -159,7 +160,8 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
         self.values: dict[str, torch.Tensor] = {}
-        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        named = model.named_parameters()
+        self.weights = {name: weight for name, weight in named if weight.requires_grad}
         self.load_state_dict(self.weights)
 
     def update(self) -> None:

@@ -178,6 +178,7 @@ class HFEngine:
             other_ids = ids[1:] != ids[:-1]  # than in the row before
             other_mask = mask[1:] != mask[:-1]
             is_new[1:] = (other_ids | other_mask).any(1)
+
         decoder = open_decoder(model, ids[is_new], mask[is_new], self._autocast)
         if not is_new.all():
             source_rows = is_new.cumsum(0) - 1
@@ -303,7 +304,8 @@ class _WholeRowDecoder:
         """Add one token (b,) to each row."""
         column = torch.zeros_like(self.ids[:, :1])
         self.ids = torch.cat([self.ids, column], 1)
-        self.ids.scatter_(1, self.lengths[:, None], tokens[:, None])
+        last_column = self.lengths[:, None]
+        self.ids.scatter_(1, last_column, tokens[:, None])
         self.lengths = self.lengths + 1
         self._forward()
 

@@ -467,7 +467,8 @@ class PPOTrainer:
         num_tokens = int(ptx_rows.response_mask.sum())
 
         loss = 0.0
-        for rows, is_real in self.parallel.micro_batches_of_rank(micro_batches):
+        assigned = self.parallel.micro_batches_of_rank(micro_batches)
+        for rows, is_real in assigned:
             micro_batch = ptx_rows.micro_batch(rows)
             loss += self.model_runner.backward_ptx(micro_batch, is_real / num_tokens)
         return {"loss/ptx_avg": loss}

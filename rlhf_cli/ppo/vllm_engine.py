@@ -284,8 +284,10 @@ class VLLMEngine:
         """Load `weights` and check them."""
         assert self.noise is not None
         served = self.server.load(*self.weights)
-        limit = max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise)
-        self._check(served, self.policy, min(self.max_gap, limit))
+
+        least = max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise)
+        limit = min(self.max_gap, least)
+        self._check(served, self.policy, limit)
         self.served = served
 
     def _check(self, name: str, model: Any, limit: float) -> float:
