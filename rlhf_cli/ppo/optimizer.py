@@ -90,20 +90,16 @@ class ShardedAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 
-def embedding_weights(models: Iterable[nn.Module]) -> set[torch.Tensor]:
-    """Return the embedding weights, whose moments stay in 32 bits as in transformers: their gradients vary too much."""
-    modules = chain.from_iterable(model.modules() for model in models)
-    return {module.weight for module in modules if isinstance(module, nn.Embedding)}
-
-
 def adamw_8bit(groups: list[dict[str, Any]], models: Iterable[nn.Module], **options: Any) -> torch.optim.Optimizer:
     """Return bitsandbytes' AdamW with 8-bit moments (Dettmers et al. 2021, arXiv 2110.02861).
 
-    The moments of embedding weights and of small ones are stored in 32 bits.
+    The moments of small weights are stored in 32 bits, and as in transformers those of embeddings, whose gradients vary
+    too much.
     """
     import bitsandbytes as bnb
 
-    embeddings = embedding_weights(models)
+    modules = chain.from_iterable(model.modules() for model in models)
+    embeddings = {module.weight for module in modules if isinstance(module, nn.Embedding)}
 
     class AdamW8bit(bnb.optim.AdamW8bit):
         """An override, because bitsandbytes registers exceptions by id for the whole process."""
