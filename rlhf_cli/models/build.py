@@ -26,6 +26,7 @@ from rlhf_cli import system, terminal
 from rlhf_cli.errors import RLHFError, did_you_mean, first_names, short_reason, shown
 from rlhf_cli.models import devices, sharding
 from rlhf_cli.models.weight_files import BUFFERS, require_float_formats, stored_weights, weight_files
+from rlhf_cli.runs.model_files import file_stats
 
 META = torch.device("meta")
 VALUE_HEAD = "v_head."  # stored by TRL's AutoModelForCausalLMWithValueHead with a language model
@@ -130,12 +131,8 @@ def check_headers(auto_class: Any, folder: Path, config: Any) -> tuple[str, ...]
     """
     if getattr(config, "quantization_config", None) or getattr(config, "auto_map", None):
         return ()
-    versions = []
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".safetensors") and path.is_file():
-            stat = path.stat()
-            versions.append((path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    key = (auto_class, config.num_labels, folder, tuple(versions))
+    versions = tuple(file_stats(folder).items())
+    key = (auto_class, config.num_labels, folder, versions)
     if key not in _checked:
         model, report = _load_on_meta(auto_class, folder, config)
         _checked[key] = require_fit(folder, model, report, auto_class, config)

@@ -74,12 +74,9 @@ def check_adapters(config: TRLConfig | PPOConfig, model_config: Any) -> None:
 
     Logs which share of the model's matrices the adapters reach, if they are meant for all; warns (C18) below half.
     """
-    if isinstance(config, PPOConfig):
-        key = "models.adapters"
-        settings = config.models.adapters
-    else:
-        key = "model.adapters"
-        settings = config.model.adapters
+    section = "models" if isinstance(config, PPOConfig) else "model"
+    key = f"{section}.adapters"
+    settings: LoRA | None = getattr(config, section).adapters
     if settings is None or getattr(model_config, "auto_map", None):
         return
 

@@ -19,10 +19,7 @@ from rlhf_cli.ppo import losses, monitor
 from rlhf_cli.ppo.experience import Stats, TokenBatch
 from rlhf_cli.ppo.fused_logprobs import fused_logprobs_and_entropy
 
-# logits_at_a_time `auto`: logits (tokens x vocabulary) per chunk. On a CPU they fit its cache.
-MAX_LOGITS_CPU = 2**20
-MAX_LOGITS_GPU = 2**27
-MIN_CHUNK_TOKENS = 64  # fewer make the matrix product slow
+MAX_LOGITS_CPU = 2**20  # logits_at_a_time `auto`: on a CPU the logits of a chunk fit its cache
 AUTO_MICRO_BATCH_TOKENS_CPU = 640  # micro_batch_tokens `auto`: more are no faster on a CPU and take memory
 
 TokenMetrics = dict[str, Tensor]  # metric -> its value at each token, (N,), detached
@@ -39,8 +36,7 @@ def logits_chunk_size(settings: PPOSettings, vocab_size: int, *, on_cpu: bool) -
     """Return the number of response tokens whose logits are in memory at once; None for all of a micro-batch."""
     size = settings.logits_at_a_time
     if size == "auto":
-        max_logits = MAX_LOGITS_CPU if on_cpu else MAX_LOGITS_GPU
-        return max(MIN_CHUNK_TOKENS, max_logits // vocab_size)
+        return forward.logit_chunk_size(vocab_size, MAX_LOGITS_CPU if on_cpu else None)
     return None if size == "all" else size
 
 

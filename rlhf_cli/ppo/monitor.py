@@ -56,6 +56,7 @@ def check_scores(
     for name, ensemble in ensembles.items():
         for member, scores in ensemble.members.items():
             check_finite(f"score `{name}/{member}`", scores, step)
+
     for name, scores in raw.items():
         if may_skip_rows(sources.get(name)):
             scores = torch.where(scores.isnan(), 0, scores)

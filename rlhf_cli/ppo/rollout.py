@@ -380,7 +380,8 @@ def log_exponential(keys: Tensor, step: int | Tensor, counters: Tensor) -> Tenso
     `step` is a number, or an int32 tensor (1,) on the device. Resolution is finest near E = 0, which decides the argmax
     in `gumbel_sample`.
     """
-    step_hash = hash_int32(torch.zeros_like(keys[:, :1]) + step)
+    steps = torch.zeros_like(keys[:, :1]) + step
+    step_hash = hash_int32(steps)
     first = hash_int32(keys[:, :1] ^ step_hash)
     second = hash_int32(keys[:, 1:] + first)
 

@@ -190,6 +190,7 @@ class PPOTrainer:
             with self.parallel.gathered_model(model):
                 parts = group.map_rows(len(seeded), generate_part)
             rollout = Rollout.concat(parts)
+
         return replace(rollout, records=seeded.records)
 
     @property
