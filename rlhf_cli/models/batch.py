@@ -115,7 +115,7 @@ class Prompts:
             self,
             ids=self.ids.repeat_interleave(times, 0),
             mask=self.mask.repeat_interleave(times, 0),
-            records=tuple(record for record in self.records for _ in range(times)),
+            records=tuple(self.records[row // times] for row in range(times * len(self.records))),
         )
 
 
@@ -215,6 +215,27 @@ class Rollout:
             torch.tensor(ended),
         )
 
+    @classmethod
+    def of_responses(
+        cls,
+        prompts: Prompts,
+        ids: Tensor,
+        mask: Tensor,
+        *,
+        stop_token_id: StopTokenId,
+        logprobs: Tensor,
+    ) -> "Rollout":
+        """Join prompts with an engine's responses (B, R). A response has ended if it has a stop token."""
+        device = ids.device
+        stops = is_stop(ids, stop_token_id) & mask
+        return cls(
+            torch.cat([prompts.ids.to(device), ids], 1),
+            torch.cat([prompts.mask.to(device), mask], 1),
+            mask,
+            ended=stops.any(1),
+            logprobs=logprobs,
+        )
+
     def __len__(self) -> int:
         return self.ids.shape[0]
 
@@ -233,16 +254,16 @@ class Rollout:
 
         tensors: dict[str, Any] = {}
         for name in wide[0]._tensors:
-            of_parts = [getattr(part, name) for part in wide]
-            tensors[name] = torch.cat(of_parts)
+            tensors[name] = torch.cat([getattr(part, name) for part in wide])
         return cls(**tensors, records=records)
 
     def _widened(self, columns: int) -> "Rollout":
         """Return the rollout with further columns of padding behind the responses."""
         tensors = self._tensors
-        ended = tensors.pop("ended")
-        padded: dict[str, Any] = {name: F.pad(tensor, (0, columns)) for name, tensor in tensors.items()}
-        return replace(self, ended=ended, **padded)
+        for name, tensor in tensors.items():
+            if name != "ended":
+                tensors[name] = F.pad(tensor, (0, columns))
+        return replace(self, **tensors)
 
     def to(self, device: torch.device | str) -> "Rollout":
         moved = {name: tensor.to(device) for name, tensor in self._tensors.items()}
@@ -304,17 +325,19 @@ class Rollout:
         Not behind a response to a text: no chat template was applied to it.
         """
         device = self.ids.device
+        closing = torch.tensor(closing_ids, device=device)
         rows = torch.arange(len(self), device=device)
         behind = self.prompt_width + self.response_lengths  # first column behind each response
         is_end = self.ids == end_token_id
         has_turns = (is_end & self.mask)[:, : self.prompt_width].any(1)
-        closed = (has_turns & is_end[rows, behind - 1]).nonzero()[:, 0]
+        has_ended = is_end[rows, behind - 1]
 
-        wide = self._widened(len(closing_ids))
-        cells = (closed[:, None], behind[closed, None] + torch.arange(len(closing_ids), device=device))
-        wide.ids[cells] = torch.tensor(closing_ids, device=device)
-        wide.mask[cells] = True
-        wide.response_mask[cells[0], cells[1] - self.prompt_width] = True
+        closed = (has_turns & has_ended).nonzero()  # (n, 1)
+        columns = behind[closed] + torch.arange(len(closing), device=device)
+        wide = self._widened(len(closing))
+        wide.ids[closed, columns] = closing
+        wide.mask[closed, columns] = True
+        wide.response_mask[closed, columns - self.prompt_width] = True
         return replace(wide, logprobs=None)
 
     @cached_property
@@ -331,12 +354,14 @@ class Rollout:
         return torch.tensor(shares)
 
     def prompt_tokens(self, row: int) -> list[int]:
-        width = self.prompt_width
-        return self.ids[row, :width][self.mask[row, :width]].tolist()
+        return self._tokens(row, slice(None, self.prompt_width))
 
     def response_tokens(self, row: int) -> list[int]:
-        width = self.prompt_width
-        return self.ids[row, width:][self.mask[row, width:]].tolist()
+        return self._tokens(row, slice(self.prompt_width, None))
+
+    def _tokens(self, row: int, columns: slice) -> list[int]:
+        is_real = self.mask[row, columns]
+        return self.ids[row, columns][is_real].tolist()
 
     def text(self, tokenizer: Any, row: int) -> tuple[str, str]:
         """Return a row's prompt and response as text, without special tokens."""

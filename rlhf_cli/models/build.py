@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -26,7 +25,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rlhf_cli import system, terminal
 from rlhf_cli.errors import RLHFError, did_you_mean, first_names, short_reason, shown
 from rlhf_cli.models import devices, sharding
-from rlhf_cli.models.weight_files import BUFFERS, require_float_formats, weight_files
+from rlhf_cli.models.weight_files import BUFFERS, require_float_formats, stored_weights, weight_files
+from rlhf_cli.runs.model_files import file_stats
 
 META = torch.device("meta")
 VALUE_HEAD = "v_head."  # stored by TRL's AutoModelForCausalLMWithValueHead with a language model
@@ -131,12 +131,8 @@ def check_headers(auto_class: Any, folder: Path, config: Any) -> tuple[str, ...]
     """
     if getattr(config, "quantization_config", None) or getattr(config, "auto_map", None):
         return ()
-    versions = []
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".safetensors") and path.is_file():
-            stat = path.stat()
-            versions.append((path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    key = (auto_class, config.num_labels, folder, tuple(versions))
+    versions = tuple(file_stats(folder).items())
+    key = (auto_class, config.num_labels, folder, versions)
     if key not in _checked:
         model, report = _load_on_meta(auto_class, folder, config)
         _checked[key] = require_fit(folder, model, report, auto_class, config)
@@ -144,15 +140,11 @@ def check_headers(auto_class: Any, folder: Path, config: Any) -> tuple[str, ...]
 
 
 def _load_on_meta(auto_class: Any, folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
-    files = weight_files(folder)
-    if not files:
+    if not weight_files(folder):
         raise RLHFError("M01", f"{shown(folder)} has no weights (model.safetensors)")
     state: dict[str, torch.Tensor] = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            for name in list(file.keys()):
-                shape = file.get_slice(name).get_shape()
-                state[name] = torch.empty(shape, device="meta")
+    for name, stored in stored_weights(folder):
+        state[name] = torch.empty(stored.get_shape(), device=META)
 
     model = _from_config(auto_class, copy.deepcopy(config), dtype="float32")
     with sharding.zero3_disabled():
@@ -189,15 +181,20 @@ def require_fit(
         backbone = f"{model.base_model_prefix}."
         missing_head = [name for name in missing if not name.startswith(backbone)]
     missing_backbone = [name for name in missing if name not in missing_head]
-    unexpected = _unexpected_weights(folder, model, report, auto_class, config)
+    # The head of a reward model that is trained from a causal LM is new.
+    lost = [*missing_head, *missing_backbone] if is_classifier(config) else missing_backbone
+
+    unexpected = set(report["unexpected_keys"])
+    if auto_class is AutoModelForSequenceClassification and not lost:
+        unexpected -= _other_heads(model, unexpected)
+    unintended = _unintended_weights(folder, model, unexpected, config)
     reshaped = [f"{name} {list(stored)}, not {list(own)}" for name, stored, own in sorted(report["mismatched_keys"])]
-    if not (missing_backbone or unexpected or reshaped):
+    if not (missing_backbone or unintended or reshaped):
         return tuple(missing_head)
 
-    # The head of a reward model that is trained from a causal LM is new.
     unfit = {
-        "missing": [*missing_head, *missing_backbone] if is_classifier(config) else missing_backbone,
-        "not in the model": unexpected,
+        "missing": lost,
+        "not in the model": unintended,
         "of another shape": reshaped,
     }
     listed = "; ".join(f"{len(names)} {group} ({first_names(names)})" for group, names in unfit.items() if names)
@@ -205,29 +202,19 @@ def require_fit(
     raise RLHFError("M13", text, hint="copy or download the folder again: weights and config.json must be of one model")
 
 
-def _unexpected_weights(
-    folder: Path | str,
-    model: Any,
-    report: dict[str, Any],
-    auto_class: Any,
-    config: Any,
-) -> list[str]:
-    """Return the weights in a folder that `require_fit` does not intend to be left out. Warns M18."""
+def _unintended_weights(folder: Path | str, model: Any, unexpected: set[str], config: Any) -> list[str]:
+    """Return which weights that are not in the model `require_fit` does not intend to leave out. Warns M18."""
     towers = _other_towers(model, config)
     if towers:
         text = f"{shown(folder)}: only the text model is read, not {' and '.join(sorted(towers))}"
         terminal.warn("M18", text, hint="no model that is made from it reads images or sound")
 
-    names = set(report["unexpected_keys"])
-    backbone = f"{model.base_model_prefix}."
-    relevant = [name for name in report["missing_keys"] if is_classifier(config) or name.startswith(backbone)]
-    if names and auto_class is AutoModelForSequenceClassification and not relevant:  # the backbone is complete
-        names -= _other_heads(model, names)
-    return sorted(
-        name
-        for name in names
-        if not name.startswith(VALUE_HEAD) and not name.endswith(BUFFERS) and towers.isdisjoint(name.split("."))
-    )
+    unintended = []
+    for name in sorted(unexpected):
+        is_known = name.startswith(VALUE_HEAD) or name.endswith(BUFFERS)
+        if not is_known and towers.isdisjoint(name.split(".")):
+            unintended.append(name)
+    return unintended
 
 
 def check_tied_embeddings(folder: Path | str, model: Any) -> None:
@@ -259,10 +246,8 @@ def can_load_bf16(folder: Path, config: Any) -> bool:
 
     Buffers that no file stores take the format of the load; only rotary frequencies are always float32 in transformers.
     """
-    for path in weight_files(folder):
-        with safe_open(path, "pt") as file:
-            if any(file.get_slice(name).get_dtype() != "BF16" for name in list(file.keys())):
-                return False
+    if any(stored.get_dtype() != "BF16" for _, stored in stored_weights(folder)):
+        return False
     if getattr(config, "auto_map", None):  # custom code
         return False
     for name, buffer in empty_model(AutoModel, config).named_buffers():

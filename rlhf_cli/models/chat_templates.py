@@ -30,24 +30,29 @@ def set_template_variables(tokenizer: Any, variables: Mapping[str, Any] | None, 
     DEFAULT_DATE, with warning T07. `generation_prompt` takes the place of what the template writes before an answer.
     Raises RLHFError C17 at `where` if the template does not use a variable.
     """
-    template, given = tokenizer.chat_template, dict(variables or {})
+    template = tokenizer.chat_template
+    given = dict(variables or {})
     if not isinstance(template, str):
         if given:
             text = "data.chat_template_kwargs is set, but the tokenizer has no chat template"
             raise RLHFError("C17", text, where=where, hint="remove it, or set model.chat_template")
         return
+
     defaults, _, rest = template.partition("\n")
     if defaults.endswith(MARK):
         if not given:
             return
         template, _, prompt_before = rest.partition(END_MARK)
         template += _last_newline(prompt_before)
+
     formats = {match[2] for match in DATE_CALL.finditer(template)}
     for name in given:
         if not _has_variable(template, name):
             text = f"data.chat_template_kwargs: the chat template has no variable `{name}`"
             raise RLHFError("C17", text, where=where, hint="remove it: it would have no effect")
-    day, prompt = given.pop("date", None), given.pop(GENERATION_PROMPT, None)
+
+    day = given.pop("date", None)
+    prompt = given.pop(GENERATION_PROMPT, None)
     lines = []  # Jinja that sets each variable, unless who renders the template passes it
     for name, value in given.items():
         lines.append(f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}")
@@ -56,7 +61,8 @@ def set_template_variables(tokenizer: Any, variables: Mapping[str, Any] | None, 
             text = f"the chat template writes today's date: {DEFAULT_DATE} stands there in all stages"
             terminal.warn("T07", text, where=where, hint="set data.chat_template_kwargs: {date: ...} to another one")
         # a Jinja macro that takes the place of transformers' function of the same name
-        texts = {each: date.fromisoformat(day or DEFAULT_DATE).strftime(each) for each in sorted(formats)}
+        written_day = date.fromisoformat(day or DEFAULT_DATE)
+        texts = {each: written_day.strftime(each) for each in sorted(formats)}
         lines.append(f"{{% macro strftime_now(format) %}}{{{{ {json.dumps(texts)}[format] }}}}{{% endmacro %}}")
     if prompt is not None:
         lines.append(WITHOUT_PROMPT)
@@ -85,9 +91,12 @@ def variables_for_answers(tokenizer: Any, *, thoughts: bool = False) -> dict[str
     template = tokenizer.chat_template
     if not isinstance(template, str) or template.partition("\n")[0].endswith(MARK):
         return {}
-    closing = {"enable_thinking": False} if "enable_thinking" in template and not thoughts else {}
-    variables = fitting_variables(tokenizer, thoughts=thoughts, first=closing)
-    has_prompt = "add_generation_prompt" in template
-    if variables is None or (GENERATION_PROMPT in variables and not has_prompt):  # answers begin with what opens them
+    closing = {}
+    if "enable_thinking" in template and not thoughts:
+        closing["enable_thinking"] = False
+    variables = fitting_variables(tokenizer, thoughts=thoughts, first=closing) or {}
+    if GENERATION_PROMPT in variables and "add_generation_prompt" not in template:  # answers begin with what opens them
         variables = {}
-    return variables | ({"date": DEFAULT_DATE} if DATE_CALL.search(template) else {})
+    if DATE_CALL.search(template):
+        variables = {**variables, "date": DEFAULT_DATE}
+    return variables

@@ -25,8 +25,8 @@ from rlhf_cli.models import build, packing
 from rlhf_cli.models.batch import MicroBatch, Rollout, slices, split_into_micro_batches
 from rlhf_cli.progress import track_progress
 
-MAX_LOGITS = 2**27  # in a chunk of `logit_chunks`
-MIN_CHUNK_TOKENS = 64
+MAX_LOGITS = 2**27  # (tokens x vocabulary) in a chunk of `logit_chunks`
+MIN_CHUNK_TOKENS = 64  # fewer make the matrix product slow
 
 
 class ValueHead(nn.Module):
@@ -91,9 +91,10 @@ def response_logits(model: Any, micro: MicroBatch) -> Tensor:
     return lm_head_logits(model, response_hidden_states(model, micro))
 
 
-def logit_chunk_size(vocabulary: int) -> int:
-    """Return the number of tokens whose logits are computed together."""
-    return max(MIN_CHUNK_TOKENS, MAX_LOGITS // vocabulary)
+def logit_chunk_size(vocabulary: int, max_logits: int | None = None) -> int:
+    """Return the number of tokens whose logits are computed together: at most `max_logits`, by default MAX_LOGITS."""
+    limit = max_logits or MAX_LOGITS
+    return max(MIN_CHUNK_TOKENS, limit // vocabulary)
 
 
 def logit_chunks(model: Any, num_tokens: int) -> list[slice]:

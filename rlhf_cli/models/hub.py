@@ -90,10 +90,15 @@ def require_access(repo: str, *, public: bool) -> None:
 
 def _require_namespace(repo: str, user: dict[str, Any]) -> None:
     """Raise RLHFError E07 if the token cannot create repositories of this owner, as far as the Hub's answer shows."""
-    organizations = [str(org.get("name")) for org in user.get("orgs", []) if org.get("roleInOrg") != "read"]
-    owners = [str(user.get("name")), *organizations]
-    is_read_only = user.get("auth", {}).get("accessToken", {}).get("role") == "read"
-    if is_read_only or repo.split("/")[0].casefold() not in map(str.casefold, owners):
+    owners = [str(user.get("name"))]
+    for organization in user.get("orgs", []):
+        if organization.get("roleInOrg") != "read":
+            owners.append(str(organization.get("name")))
+
+    token = user.get("auth", {}).get("accessToken", {})
+    owner, _, _ = repo.partition("/")
+    is_owner = owner.casefold() in map(str.casefold, owners)
+    if token.get("role") == "read" or not is_owner:
         text = f"{repo} does not exist, and the token of {owners[0]} cannot create it"
         raise RLHFError("E07", text, hint=f"use a token with write access, and one of the owners {', '.join(owners)}")
 
@@ -124,7 +129,8 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
     removed: list[str] = []
     try:
         logging.set_verbosity_error()
-        (enable_progress_bars if bars else disable_progress_bars)()
+        set_progress_bars = enable_progress_bars if bars else disable_progress_bars
+        set_progress_bars()
         with warnings.catch_warnings(action="ignore"):
             hub.create_repo(repo, private=not public, exist_ok=True)
             before = hub.model_info(repo)
@@ -152,6 +158,12 @@ def push_best(folder: Path, repo: str, message: str) -> None:
 
 def _upload_command(folder: Path, repo: str, public: bool, removed: Collection[str]) -> str:
     """Return the `hf` command that repeats a push; without --private `hf` creates a public repository."""
-    command = ["hf", "upload", shell_word(repo), shell_path(folder), *([] if public else ["--private"])]
-    command += [part for name in LOCAL_FILES if (folder / name).exists() for part in ("--exclude", name)]
-    return " ".join([*command, *(part for name in removed for part in ("--delete", shell_word(name)))])
+    command = ["hf upload", shell_word(repo), shell_path(folder)]
+    if not public:
+        command.append("--private")
+    for name in LOCAL_FILES:
+        if (folder / name).exists():
+            command.append(f"--exclude {name}")
+    for name in removed:
+        command.append(f"--delete {shell_word(name)}")
+    return " ".join(command)

@@ -23,7 +23,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sections import LoRA
 from rlhf_cli.config.stages import TRLConfig, adapter_kind
 from rlhf_cli.errors import RLHFError, at_location, did_you_mean, first_names, install_hint, shown
-from rlhf_cli.models import build, devices, tokenizers
+from rlhf_cli.models import build, devices, sharding, tokenizers
 from rlhf_cli.runs.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED
 from rlhf_cli.runs.parents import Parent
 
@@ -74,12 +74,9 @@ def check_adapters(config: TRLConfig | PPOConfig, model_config: Any) -> None:
 
     Logs which share of the model's matrices the adapters reach, if they are meant for all; warns (C18) below half.
     """
-    if isinstance(config, PPOConfig):
-        key = "models.adapters"
-        settings = config.models.adapters
-    else:
-        key = "model.adapters"
-        settings = config.model.adapters
+    section = "models" if isinstance(config, PPOConfig) else "model"
+    key = f"{section}.adapters"
+    settings: LoRA | None = getattr(config, section).adapters
     if settings is None or getattr(model_config, "auto_map", None):
         return
 
@@ -256,7 +253,7 @@ def autocast_matrices(model: Any) -> None:
 def widen_all_but_matrices(model: Any) -> None:
     """Convert a bfloat16 model to the formats of `autocast_matrices`, without its matrices in float32 on the way."""
     matrices = {layer.weight for _, _, layer in linear_layers(model)}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in sharding.parameters_and_buffers(model):
         if tensor.is_floating_point() and tensor not in matrices:
             tensor.data = tensor.data.float()
     for config in (model.config, model.config.get_text_config()):
@@ -326,7 +323,7 @@ def quantize(model: Any, device: torch.device, *, bf16: bool) -> None:
         # Otherwise an evaluation on some CPUs rounds the scales to bfloat16, and a resumed run would differ.
         quantized.support_avx512bf16_for_cpu = False
         setattr(module, name, quantized.to(device))
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in sharding.parameters_and_buffers(model):
         if not isinstance(tensor, bnb.nn.Params4bit):  # a view of a memory-mapped file keeps all of it in memory
             tensor.data = tensor.data.clone()
     model.is_loaded_in_4bit = True  # read by peft

@@ -8,7 +8,7 @@ accelerator, where a call costs more than padding, all rows form one batch.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
@@ -239,10 +239,15 @@ def enable(models: Sequence[Any], process_group: ProcessGroup = SINGLE_PROCESS) 
     be empty.
     """
     packed = process_group.run_on_main(lambda: _enable_after_trial(models))
-    for model in models if packed else ():
-        if not is_enabled(model):
-            model.set_attn_implementation(ATTN_IMPLEMENTATION)
+    if packed:
+        _set_attention(models, ATTN_IMPLEMENTATION)
     return packed
+
+
+def _set_attention(models: Iterable[Any], name: str) -> None:
+    for model in models:
+        if model.config._attn_implementation != name:
+            model.set_attn_implementation(name)
 
 
 def _enable_after_trial(models: Sequence[Any]) -> bool:
@@ -250,14 +255,12 @@ def _enable_after_trial(models: Sequence[Any]) -> bool:
     unpacked = [model for model in models if not is_enabled(model)]
     if not all(map(_may_pack, unpacked)):
         return False
+
     expected = [_trial(model) for model in unpacked]
-    for model in unpacked:
-        model.set_attn_implementation(ATTN_IMPLEMENTATION)
-    pairs = zip(unpacked, expected, strict=True)
-    if all(is_enabled(model) and _packs_right(model, states) for model, states in pairs):
+    _set_attention(unpacked, ATTN_IMPLEMENTATION)
+    if all(map(_packs_right, unpacked, expected)):
         return True
-    for model in filter(is_enabled, unpacked):
-        model.set_attn_implementation("sdpa")
+    _set_attention(unpacked, "sdpa")
     return False
 
 
@@ -280,18 +283,23 @@ def _attends_only(model: Any) -> bool:
 @torch.no_grad()
 def _trial(model: Any) -> Tensor:
     """Return the hidden states (11, H) of rows of 5, 2 and 4 tokens, padded to a batch."""
+    backbone = build.backbone(model)
     device = model.device
     lengths = torch.tensor([5, 2, 4], device=device)
     is_real = torch.arange(5, device=device) < lengths[:, None]
-    rows, columns = is_real.nonzero(as_tuple=True)
-    ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
+    row, column = is_real.nonzero(as_tuple=True)
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.arange(15, device=device).reshape(3, 5) % vocab_size
+
     stored_for_autocast = any(weight.dtype == torch.bfloat16 for weight in model.parameters())  # lora.autocast_matrices
     with devices.autocast(bf16=stored_for_autocast, on=device):
-        return hidden_states_at(build.backbone(model), ids.reshape(3, 5), lengths, row=rows, column=columns)
+        return hidden_states_at(backbone, ids, lengths, row, column)
 
 
 def _packs_right(model: Any, expected: Tensor) -> bool:
     """Return True if states differ by rounding only. A token that attends to another row would differ far more."""
+    if not is_enabled(model):
+        return False
     try:
         states = _trial(model)
     except (AttributeError, TypeError):  # attention that computes with its mask, such as Doge's

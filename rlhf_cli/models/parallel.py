@@ -5,6 +5,7 @@ share of the forward and backward passes; gradients are all-reduced once per opt
 redundantly on each rank from the same numbers. A single process communicates nothing.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -58,28 +59,24 @@ class ProcessGroup:
         """Call a function on each rank and return all results, by rank. An exception on one rank is raised on all."""
         if self.world_size == 1:
             return [function()]
-        results = self.all_gather_object(_outcome(function))
-        if failure := next((error for _, error in results if error), None):
-            raise failure
-        return [result for result, _ in results]
+        outcomes = self.all_gather_object(_outcome(function))
+        return [_result(outcome) for outcome in outcomes]
 
     def map_rows(self, total: int, function: Callable[[slice], T]) -> list[T]:
         """Call a function on each rank's slice of `total` rows; return the results of non-empty slices, in order."""
-        part = slice(total * self.rank // self.world_size, total * (self.rank + 1) // self.world_size)
-        results = self.gather_results(lambda: [function(part)] if part.start < part.stop else [])
+        start = total * self.rank // self.world_size
+        stop = total * (self.rank + 1) // self.world_size
+        results = self.gather_results(lambda: [function(slice(start, stop))] if start < stop else [])
         return list(chain.from_iterable(results))
 
     def run_on_main(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0 and return its result on all ranks. Its exception is raised on all."""
         if self.world_size == 1:
             return function()
-        box: list[Any] = list(_outcome(function)) if self.rank == 0 else [None, None]
+        box: list[Any] = [_outcome(function) if self.rank == 0 else None]
         with self._raise_peer_ended():
             dist.broadcast_object_list(box, src=0)
-        result, failure = box
-        if failure:
-            raise failure
-        return result
+        return _result(box[0])
 
     def load_on_main(self, load: Callable[[bool], T]) -> T:
         """Call `load(empty)` on each rank, with empty=False on rank 0 only. An exception on one is raised on all."""
@@ -95,18 +92,23 @@ class ProcessGroup:
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             with self._raise_peer_ended():
                 dist.all_reduce(flat, group=self.group)
-            for tensor, summed in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+
+            sizes = [tensor.numel() for tensor in bucket]
+            for tensor, summed in zip(bucket, flat.split(sizes), strict=True):
                 tensor.copy_(summed.view_as(tensor))
 
     def all_reduce_gradients(self, weights: Iterable[Tensor]) -> None:
         """Sum the gradients over all ranks; a weight with a gradient on some ranks gets one on all."""
         weights = list(weights)
-        has_grad = map(any, zip(*self.all_gather_object([weight.grad is not None for weight in weights]), strict=True))
-        trained = [weight for weight, has in zip(weights, has_grad, strict=True) if has]
-        for weight in trained:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-        self.all_reduce(sharding.local_part(weight.grad) for weight in trained if weight.grad is not None)
+        ranks = self.all_gather_object([weight.grad is not None for weight in weights])
+
+        gradients = []
+        for weight, *has_gradient in zip(weights, *ranks, strict=True):
+            if any(has_gradient):
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                gradients.append(sharding.local_part(weight.grad))
+        self.all_reduce(gradients)
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
@@ -145,11 +147,20 @@ class ProcessGroup:
 SINGLE_PROCESS = ProcessGroup()
 
 
-def _outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what a function returns, and what it raises."""
     try:
         return function(), None
     except Exception as error:
         return None, error
+
+
+def _result(outcome: tuple[Any, Exception | None]) -> Any:
+    """Return or raise what the function of an `_outcome` did."""
+    result, error = outcome
+    if error:
+        raise error
+    return result
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -167,26 +178,34 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def init_process_group() -> ProcessGroup:
     """Join the launched processes and select this one's GPU. Raises RLHFError E04 without enough processes or GPUs."""
-    count, rank = distributed.world_size(), distributed.rank()
+    count = distributed.world_size()
+    rank = distributed.rank()
     if count == 1:
         return SINGLE_PROCESS
+
+    backend = "gloo"
     gpus = torch.cuda.device_count()
     if gpus:
-        if distributed.local_rank() >= gpus:
-            text = f"process {rank} is number {distributed.local_rank() + 1} on a machine with {gpus} GPUs"
+        backend = "cpu:gloo,cuda:nccl"
+        local_rank = distributed.local_rank()
+        if local_rank >= gpus:
+            text = f"process {rank} is number {local_rank + 1} on a machine with {gpus} GPUs"
             raise RLHFError("E04", text, where="WORLD_SIZE", hint="start as many processes as there are GPUs")
-        torch.cuda.set_device(distributed.local_rank())
+        torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        backend, store = "cpu:gloo,cuda:nccl" if gpus else "gloo", _rendezvous(count)
+        store = _rendezvous(count)
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=COLLECTIVE_TIMEOUT)
     return ProcessGroup(rank, count)
 
 
 def _rendezvous(count: int) -> dist.Store:
-    started, detail = 1, ""
+    """Return the processes' store once all are there. Raises RLHFError E04 if they do not come."""
+    started = 1
+    detail = ""
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S)))
-        started, deadline = store.add("rlhf/here", 1), time.monotonic() + RENDEZVOUS_TIMEOUT_S
+        started = store.add("rlhf/here", 1)
+        deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
         while started < count and time.monotonic() < deadline:
             time.sleep(0.05)
             started = store.add("rlhf/here", 0)
@@ -250,13 +269,15 @@ class ReplicatedModels:
 
     def check_replicas(self, norms: Mapping[str, Tensor]) -> None:
         """Raise RLHFError R18 if the norms of the models' weights differ between ranks by more than rounding."""
-        ranks = self.process_group.all_gather_object({name: float(norm) for name, norm in norms.items()})
+        own = {name: float(norm) for name, norm in norms.items()}
+        ranks = self.process_group.all_gather_object(own)
         for name, norm in ranks[0].items():
             for rank, others in enumerate(ranks):
-                if abs(others[name] - norm) > REPLICA_TOLERANCE * abs(norm):
-                    text = f"the weights of the {name} model are no longer those of process 0: norms {others[name]:.9g}"
+                other = others[name]
+                if abs(other - norm) > REPLICA_TOLERANCE * abs(norm):
+                    text = f"process {rank}: the weights of the {name} model are no longer those of process 0"
                     hint = "the same command resumes from the last checkpoint; if it happens again, test the hardware"
-                    raise RLHFError("R18", f"process {rank}: {text} and {norm:.9g}", hint=hint)
+                    raise RLHFError("R18", f"{text}: norms {other:.9g} and {norm:.9g}", hint=hint)
 
 
 class ShardedModels(ReplicatedModels):
@@ -281,7 +302,9 @@ class ShardedModels(ReplicatedModels):
     def micro_batches_of_rank(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """Pad each rank's items to the same number: a layer's pass is collective. Padding does not count."""
         own = super().micro_batches_of_rank(items)
-        return own + [(items[0], False)] * (-(-len(items) // self.process_group.world_size) - len(own))
+        most = math.ceil(len(items) / self.process_group.world_size)
+        padding = (items[0], False)
+        return own + [padding] * (most - len(own))
 
     @contextmanager
     def minibatch_context(self) -> Iterator[None]:

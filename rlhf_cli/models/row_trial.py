@@ -104,10 +104,8 @@ def probe_rows(model: Any) -> tuple[list[list[int]], int]:
     if context is not None:
         length = min(length, context)
 
-    special = set()
-    for name, value in {**model.config.to_dict(), **config.to_dict()}.items():
-        if name.endswith(("token_id", "token_index")):
-            special.add(str(value))
+    settings = {**model.config.to_dict(), **config.to_dict()}
+    special = {str(value) for name, value in settings.items() if name.endswith(("token_id", "token_index"))}
     all_ids = list(range(config.vocab_size))
     ids = [token for token in all_ids if str(token) not in special] or all_ids
     chosen = [ids[7 * number % len(ids)] for number in range(2 * length + 1)]
@@ -138,11 +136,15 @@ def _problem(model: Any, row: Sequence[int], start: int, compute: Callable[[], T
         return None
 
     if _is_scorer(model):
-        apart = _farthest(model.score(outputs), model.score(expected))
-        return f"a row's scores differ by {apart:.2g} from the row's alone"
-    targets = torch.tensor(row[start + 1 : end + 1], device=model.device)
-    apart = _farthest(_logprobs_of(targets, outputs), _logprobs_of(targets, expected))
-    return f"a row's log-probs differ by {apart:.2g} nats from the row's alone"
+        compared = "scores"
+        unit = ""
+        errors = model.score(outputs) - model.score(expected)
+    else:
+        compared = "log-probs"
+        unit = " nats"
+        targets = torch.tensor(row[start + 1 : end + 1], device=model.device)
+        errors = _logprobs_of(targets, outputs) - _logprobs_of(targets, expected)
+    return f"a row's {compared} differ by {float(errors.abs().max()):.2g}{unit} from the row's alone"
 
 
 def _computes_in_float32(model: Any) -> bool:
@@ -177,10 +179,6 @@ def _outputs(model: Any, hidden_states: Callable[[], Tensor]) -> Tensor:
 
 def _is_scorer(model: Any) -> bool:
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
-
-
-def _farthest(values: Tensor, expected: Tensor) -> float:
-    return float((values - expected).abs().max())
 
 
 @contextmanager

@@ -43,10 +43,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
         return
 
     files.remove(folder)
-    if state:
-        model.save_pretrained(folder, state_dict=state)
-    else:
-        model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=state)
     if lora.is_peft_model(model):
         save_config(model.get_base_model(), folder)
     tokenizer.save_pretrained(folder)
@@ -151,7 +148,7 @@ def save_tree(folder: Path, tree: Any) -> None:
 
 def _sharded_tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the sharded tensors of a tree by their paths."""
-    if isinstance(value, torch.Tensor) and sharding.is_sharded_tensor(value):
+    if sharding.is_sharded_tensor(value):
         yield path, value
     for key, item in _items(value):
         yield from _sharded_tensors(item, f"{path}/{key}")
@@ -171,7 +168,7 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], storages: set[int], pa
 
     A recursive closure in `save_tree` would keep a copy of all weights alive until the next garbage collection.
     """
-    if isinstance(value, torch.Tensor) and sharding.is_sharded_tensor(value):
+    if sharding.is_sharded_tensor(value):
         dtype = str(value.dtype).removeprefix("torch.")
         return {"shard": [path, list(value.shape), dtype]}
     if isinstance(value, torch.Tensor):

@@ -30,6 +30,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError, shown
 
+METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+METADATA_NAMES = ("torch.serialization._get_layout", "pathlib.PosixPath", "collections.OrderedDict")
+
 AllReduce = Callable[[Iterable[Tensor]], None]  # replaces each tensor by its sum over a group of processes
 
 
@@ -48,8 +51,10 @@ def shard(model: Any, mesh: DeviceMesh, *, trained: bool) -> None:
         layer.set_gradient_divide_factor(1.0)
     share_comm_ctx(layers)  # each layer is a root: otherwise each keeps its unsharded gradients to the end
     broadcast_weights(model, device)
-    for weight, modules in vocabulary_weights(model) if trained else ():
-        _set_weight(nn.Parameter(_distribute(weight.data, mesh), requires_grad=weight.requires_grad), modules)
+    if trained:
+        for weight, modules in vocabulary_weights(model):
+            part = _distribute(weight.data, mesh)
+            _set_weight(nn.Parameter(part, requires_grad=weight.requires_grad), modules)
 
 
 def broadcast_weights(model: Any, device: torch.device) -> None:
@@ -57,26 +62,30 @@ def broadcast_weights(model: Any, device: torch.device) -> None:
 
     All processes must call it. On other ranks than 0 the model may be empty, on the meta device.
     """
-    own = [(name, w.shape, w.dtype) for name, w in chain(model.named_parameters(), model.named_buffers())]
+    named = chain(model.named_parameters(), model.named_buffers())
+    own = [(name, tensor.shape, tensor.dtype) for name, tensor in named]
     expected = [own]
     dist.broadcast_object_list(expected, src=0)
     assert own == expected[0], "this process has another model than the main process"
-    copies: dict[int, tuple[Tensor, Tensor]] = {}  # id -> tensor, kept so that no other has its id, and copy
+
+    copies: dict[Tensor, Tensor] = {}  # tied weights stay one tensor
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None or isinstance(tensor, DTensor):
                     continue
-                if id(tensor) not in copies:  # tied weights stay one tensor
-                    copies[id(tensor)] = tensor, _copy_from_main(tensor, device)
-                tensors[name] = copies[id(tensor)][1]
+                if tensor not in copies:
+                    copies[tensor] = _copy_from_main(tensor, device)
+                tensors[name] = copies[tensor]
 
 
 def _copy_from_main(tensor: Tensor, device: torch.device) -> Tensor:
     data = tensor.detach()
     data = torch.empty_like(data, device=device) if data.is_meta else data.to(device, copy=True)
     dist.broadcast(data, src=0)
-    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return data
 
 
 def is_sharded(model: Any) -> bool:
@@ -100,20 +109,21 @@ def gathered_embeddings(model: Any, all_reduce: AllReduce) -> Iterator[None]:
 
     `all_reduce` sums over the processes of the model's mesh.
     """
-    sharded = [(weight, modules) for weight, modules in vocabulary_weights(model) if isinstance(weight, DTensor)]
-    full_weights: list[nn.Parameter] = [
-        nn.Parameter(weight.full_tensor().detach(), requires_grad=weight.requires_grad) for weight, _ in sharded
-    ]
-    for full, (_, modules) in zip(full_weights, sharded, strict=True):
-        _set_weight(full, modules)
+    gathered: list[tuple[DTensor, nn.Parameter, list[nn.Module]]] = []
+    for weight, modules in vocabulary_weights(model):
+        if isinstance(weight, DTensor):
+            full = nn.Parameter(weight.full_tensor().detach(), requires_grad=weight.requires_grad)
+            _set_weight(full, modules)
+            gathered.append((weight, full, modules))
     try:
         yield
     finally:
-        for weight, modules in sharded:
+        for weight, _, modules in gathered:
             _set_weight(weight, modules)
-    has_gradient = torch.tensor([float(full.grad is not None) for full in full_weights])
+
+    has_gradient = torch.tensor([float(full.grad is not None) for _, full, _ in gathered])
     all_reduce([has_gradient])
-    for (weight, _), full, on_any_rank in zip(sharded, full_weights, has_gradient.tolist(), strict=True):
+    for (weight, full, _), on_any_rank in zip(gathered, has_gradient.tolist(), strict=True):
         if on_any_rank:
             grad = torch.zeros_like(full) if full.grad is None else full.grad
             full.grad = None
@@ -157,7 +167,9 @@ def load_full_state_dict(model: Any, state: dict[str, Tensor]) -> None:
         if distributed.is_main_process():
             full.copy_(state[name])
         dist.broadcast(full, src=0)
-        target.copy_(_distribute(full, target.device_mesh) if isinstance(target, DTensor) else full)
+        if isinstance(target, DTensor):
+            full = _distribute(full, target.device_mesh)
+        target.copy_(full)
 
 
 def total_norm(tensors: Iterable[Tensor], all_reduce: AllReduce) -> Tensor:
@@ -165,26 +177,37 @@ def total_norm(tensors: Iterable[Tensor], all_reduce: AllReduce) -> Tensor:
 
     `all_reduce` sums over the processes of their mesh, or over several meshes with the same shards.
     """
-    tensors = list(tensors)
-    replicated = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    if not sharded:
-        return nn.utils.get_total_norm(replicated)
-    squares = nn.utils.get_total_norm([tensor.to_local() for tensor in sharded]) ** 2
+    replicated: list[Tensor] = []
+    shards: list[Tensor] = []
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            shards.append(tensor.to_local())
+            num_shards = tensor.device_mesh.size()
+        else:
+            replicated.append(tensor)
+    replicated_norm = nn.utils.get_total_norm(replicated)
+    if not shards:
+        return replicated_norm
+
+    squares = nn.utils.get_total_norm(shards) ** 2
     sums = torch.stack([squares, torch.ones_like(squares)])
     all_reduce([sums])
-    copies = sums[1] / sharded[0].device_mesh.size()  # of each shard
-    return (sums[0] / copies + nn.utils.get_total_norm(replicated) ** 2).sqrt()
+    copies = sums[1] / num_shards  # of each shard
+    return (sums[0] / copies + replicated_norm**2).sqrt()
 
 
 def clip_grad_norm(weights: Iterable[Tensor], max_norm: float, all_reduce: AllReduce) -> Tensor:
     """Scale the gradients down to `max_norm`, and return their norm before."""
-    weights = [weight for weight in weights if weight.grad is not None]
-    norm = total_norm([weight.grad for weight in weights if weight.grad is not None], all_reduce)
-    nn.utils.clip_grads_with_norm_([weight for weight in weights if not isinstance(weight, DTensor)], max_norm, norm)
-    for weight in weights:
-        if isinstance(weight.grad, DTensor):
-            weight.grad.to_local().mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    weights = list(weights)
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    norm = total_norm(gradients, all_reduce)
+    replicated = [weight for weight in weights if not is_sharded_tensor(weight)]
+    nn.utils.clip_grads_with_norm_(replicated, max_norm, norm)
+
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            gradient.to_local().mul_(factor)
     return norm
 
 
@@ -199,8 +222,11 @@ def load_shards(
     """Load tensors, name -> (shape, dtype), that `save_shards` wrote on any mesh; unsharded without one. Raises M05."""
     tensors: dict[str, Tensor] = {}
     for name, (shape, dtype) in specs.items():
-        empty = torch.zeros(shape, dtype=dtype, device=mesh.device_type if mesh else "cpu")
-        tensors[name] = _distribute(empty, mesh) if mesh else empty
+        if mesh:
+            empty = torch.zeros(shape, dtype=dtype, device=mesh.device_type)
+            tensors[name] = _distribute(empty, mesh)
+        else:
+            tensors[name] = torch.zeros(shape, dtype=dtype)
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is no process group
             dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=mesh is None)
@@ -223,10 +249,9 @@ class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that allows only the classes of a checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_dcp = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size))
-        known = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("collections", "OrderedDict")}
-        if not (is_dcp or is_dtype or (module, name) in known):
+        is_known = is_dtype or module in METADATA_MODULES or f"{module}.{name}" in METADATA_NAMES
+        if not is_known:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong to a checkpoint's metadata")
         return super().find_class(module, name)
 
@@ -238,10 +263,14 @@ def _distribute(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 def vocabulary_weights(model: Any) -> list[tuple[Any, list[nn.Module]]]:
     """Return the weights of embeddings and output head, each with the modules that have it as their `weight`."""
-    layers = [model.get_input_embeddings(), *([model.get_output_embeddings()] if model.can_generate() else [])]
-    modules = [layer for layer in layers if layer is not None]
-    weights: dict[int, Any] = {id(module.weight): module.weight for module in modules}
-    return [(weight, [m for m in modules if m.weight is weight]) for weight in weights.values()]
+    modules = [model.get_input_embeddings()]
+    if model.can_generate():
+        modules.append(model.get_output_embeddings())
+
+    modules_by_weight: dict[Any, list[nn.Module]] = {}  # tied weights are one
+    for module in filter(None, modules):
+        modules_by_weight.setdefault(module.weight, []).append(module)
+    return list(modules_by_weight.items())
 
 
 def _set_weight(weight: Any, modules: list[nn.Module]) -> None:
@@ -264,12 +293,14 @@ def zero3_full_state_dict(model: Any) -> dict[str, Tensor]:
     import deepspeed  # installed by the user
 
     state = model.state_dict(keep_vars=True)
-    full: dict[int, Tensor] = {}
-    for tensor in {id(tensor): tensor for tensor in state.values()}.values():  # tied weights stay one tensor
+    full: dict[Tensor, Tensor] = {}
+    for tensor in dict.fromkeys(state.values()):  # tied weights stay one tensor
         with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_tensor")):
             if distributed.is_main_process():
-                full[id(tensor)] = tensor.detach().to("cpu", copy=True)
-    return {name: full[id(tensor)] for name, tensor in state.items() if id(tensor) in full}
+                full[tensor] = tensor.detach().to("cpu", copy=True)
+    if not distributed.is_main_process():
+        return {}
+    return {name: full[tensor] for name, tensor in state.items()}
 
 
 def disable_zero3() -> None:
@@ -294,14 +325,17 @@ def zero3_disabled() -> Iterator[None]:
 
 def clone_sharing_storage(model: Any) -> Any:
     """Return a copy whose parameters are new, over the same memory until `broadcast_weights` replaces them."""
-    memo: dict[int, Any] = {id(buffer): buffer.detach() for buffer in model.buffers()}
-    memo |= {id(w): nn.Parameter(w.detach(), requires_grad=w.requires_grad) for w in model.parameters()}
+    memo: dict[int, Any] = {}
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach()
+    for weight in model.parameters():
+        memo[id(weight)] = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
     return copy.deepcopy(model, memo=memo)
 
 
 def clone_sharing_weights(model: Any) -> Any:
     """Return a copy of a model with new modules and the same tensors: moving or freezing one affects both."""
-    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in _tensors(model)})
+    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in parameters_and_buffers(model)})
 
 
 def share_layers(policy: Any, ref: Any, count: int) -> None:
@@ -309,18 +343,24 @@ def share_layers(policy: Any, ref: Any, count: int) -> None:
 
     Raises ValueError if no layer of `policy` remains to be trained, or if the shared weights differ.
     """
-    policy_stack, ref_stack = _layer_stack(policy), _layer_stack(ref)
-    policy_layers = decoder_layers(policy)
-    if count >= len(policy_layers):
-        raise ValueError(f"num_shared_layers {count} of {len(policy_layers)} layers leaves none to train")
-    embeddings = {name: child for name, child in policy_stack.named_children() if isinstance(child, nn.Embedding)}
-    replaced = [*(getattr(ref_stack, name) for name in embeddings), *decoder_layers(ref)[:count]]
-    if not all(map(_equal, [*embeddings.values(), *policy_layers[:count]], replaced)):
-        raise ValueError("policy and reference differ in the layers that num_shared_layers would have them share")
-    for name, child in embeddings.items():
-        setattr(ref_stack, name, child.requires_grad_(False))
+    layers = decoder_layers(policy)
+    if count >= len(layers):
+        raise ValueError(f"num_shared_layers {count} of {len(layers)} layers leaves none to train")
+
+    shared: list[tuple[nn.Module, str, nn.Module]] = []  # module of the reference, name of its child, that child's twin
+    ref_stack = _layer_stack(ref)
+    for name, child in _layer_stack(policy).named_children():
+        if isinstance(child, nn.Embedding):
+            shared.append((ref_stack, name, child))
+    ref_layers = decoder_layers(ref)
     for index in range(count):
-        decoder_layers(ref)[index] = policy_layers[index].requires_grad_(False)
+        shared.append((ref_layers, str(index), layers[index]))
+
+    for parent, name, module in shared:
+        if not _equal(module, getattr(parent, name)):
+            raise ValueError("policy and reference differ in the layers that num_shared_layers would have them share")
+    for parent, name, module in shared:
+        setattr(parent, name, module.requires_grad_(False))
     ref.tie_weights()
 
 
@@ -346,14 +386,14 @@ def offload_to_cpu(model: Any) -> None:
     """Move a model to the CPU; if there is an accelerator, into pinned memory, which is faster to copy from."""
     model.to("cpu")
     if torch.accelerator.is_available():
-        for tensor in _tensors(model):
+        for tensor in parameters_and_buffers(model):
             tensor.data = tensor.data.pin_memory()
 
 
 @contextmanager
 def on_device(model: Any, device: torch.device) -> Iterator[None]:
     """Context manager that replaces a frozen model's tensors by copies on the device, which are discarded on exit."""
-    offloaded = [(tensor, tensor.data) for tensor in _tensors(model)]
+    offloaded = [(tensor, tensor.data) for tensor in parameters_and_buffers(model)]
     for tensor, cpu_data in offloaded:
         tensor.data = torch.empty_like(cpu_data, device=device).copy_(cpu_data, non_blocking=True)
     try:
@@ -363,6 +403,6 @@ def on_device(model: Any, device: torch.device) -> Iterator[None]:
             tensor.data = cpu_data
 
 
-def _tensors(model: Any) -> list[Tensor]:
+def parameters_and_buffers(model: Any) -> list[Tensor]:
     """Return parameters and buffers; tied weights once."""
     return list(chain(model.parameters(), model.buffers()))

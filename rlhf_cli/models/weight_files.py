@@ -5,6 +5,8 @@ All functions raise RLHFError: M01 (no readable index), S03 (files outside), and
 
 import math
 import re
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,17 @@ def weight_files(folder: Path) -> list[Path]:
     if single.exists():
         return [single]
     return [folder / name for name in sorted(_shard_names(folder))]
+
+
+def stored_weights(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each weight that a folder stores, and what its file's header says of it: shape and dtype."""
+    return chain.from_iterable(map(_stored_in, weight_files(folder)))
+
+
+def _stored_in(path: Path) -> Iterator[tuple[str, Any]]:
+    with safe_open(path, "pt") as file:
+        for name in list(file.keys()):
+            yield name, file.get_slice(name)
 
 
 def _shard_names(folder: Path) -> set[str]:
@@ -121,13 +134,12 @@ def require_float_formats(folder: Path, model: Any) -> None:
     """
     kinds = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     formats: dict[str, str] = {}
-    for path in weight_files(folder):
-        with safe_open(path, "pt") as file:
-            for name in list(file.keys()):
-                kind = name.rpartition(".")[2]
-                dtype = file.get_slice(name).get_dtype()
-                if kind in kinds and not name.endswith(BUFFERS) and dtype not in FLOAT_FORMATS:
-                    formats[name] = dtype
+    for name, stored in stored_weights(folder):
+        kind = name.rpartition(".")[2]
+        dtype = stored.get_dtype()
+        if kind in kinds and not name.endswith(BUFFERS) and dtype not in FLOAT_FORMATS:
+            formats[name] = dtype
+
     if formats:
         found = f"{' and '.join(sorted(set(formats.values())))} in {first_names(sorted(formats))}"
         text = f"{shown(folder)} holds weights that are not floating-point numbers of 16 to 64 bits: {found}"
@@ -145,10 +157,9 @@ def count_parameters(parent: Parent, *, heads: bool = False) -> int:
 def _count_in_file(path: Path, uncounted: tuple[str, ...]) -> int:
     count = 0
     try:
-        with safe_open(path, "pt") as file:
-            for name in list(file.keys()):
-                if not name.startswith(uncounted) and not name.endswith(BUFFERS):
-                    count += math.prod(file.get_slice(name).get_shape())
+        for name, stored in _stored_in(path):
+            if not name.startswith(uncounted) and not name.endswith(BUFFERS):
+                count += math.prod(stored.get_shape())
     except (OSError, SafetensorError):
         return 0  # corrupt: loading it reports the error
     return count

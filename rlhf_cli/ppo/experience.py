@@ -136,12 +136,14 @@ def _require_a_score(raw: dict[str, Tensor], weights: dict[str, float], records:
     unscored = [scores.isnan() for name, scores in raw.items() if weights[name]]
     if not unscored:
         return
-    rows = torch.stack(unscored).all(0).nonzero()[:, 0].tolist()
-    if rows:
-        row = rows[0]
+
+    rows = torch.stack(unscored).all(0).nonzero()
+    if len(rows):
+        row = int(rows[0])
         text = f"no reward has a score for row {row}: each function returned None"
         if records:
-            text += f" (prompt: {str(records[row]['prompt'])[:60]!r})"
+            prompt = str(records[row]["prompt"])
+            text = f"{text} (prompt: {prompt[:60]!r})"
         raise RLHFError("R05", text, hint="return a number for each row from at least one of them")
 
 
@@ -159,6 +161,7 @@ def apply_penalties(scores: Tensor, rollout: Rollout, limit: int, settings: PPOS
     """Subtract missing_eos_penalty and overlong_penalty from scores (B,); `limit` is the response length limit."""
     if settings.missing_eos_penalty and settings.stop_token != "none":
         scores = scores - settings.missing_eos_penalty * ~rollout.ended
+
     penalty = settings.overlong_penalty
     if penalty:
         fraction = losses.overlong_fraction(rollout.response_lengths, limit, penalty.tokens)
@@ -219,18 +222,11 @@ class TokenBatch:
     weights: Tensor | None = None  # of the surrogate loss, by ppo.rollout_correction
 
     def __getitem__(self, part: slice) -> "TokenBatch":
-        return TokenBatch(
-            ids=self.ids[part],
-            logprobs=self.logprobs[part],
-            ref_logprobs=self.ref_logprobs[part],
-            advantages=self.advantages[part],
-            values=_part(self.values, part),
-            returns=_part(self.returns, part),
-            weights=_part(self.weights, part),
-        )
+        """Return consecutive tokens of the batch."""
+        return TokenBatch(**{name: _part(tensor, part) for name, tensor in vars(self).items()})
 
 
-def _part(tensor: Tensor | None, index: slice | tuple[Tensor, Tensor]) -> Tensor | None:
+def _part(tensor: Tensor | None, index: slice | tuple[Tensor, Tensor]) -> Any:
     return None if tensor is None else tensor[index]
 
 
@@ -361,10 +357,12 @@ class Experience:
         for name, scores in scored.items():
             if len(scores):
                 metrics[f"objective/score/{name}"] = float(scores.float().mean())
+
         for name, scores in scored.items():
             unscored = 1 - len(scores) / len(self.rollout)
             if unscored:
                 metrics[f"objective/unscored/{name}"] = unscored
+
         for name, ensemble in self.score_result.ensembles.items():
             for member, scores in ensemble.members.items():
                 metrics[f"objective/score/{name}/{member}"] = float(scores.mean())
@@ -379,6 +377,7 @@ class Experience:
             p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values  # torch's quantile takes at most 2^24 numbers
             metrics["rollout/logprob_gap"] = float(gap.mean())
             metrics["rollout/logprob_gap_p99"] = float(p99)
+
         if self.weights is not None and self.capped is not None:
             metrics["rollout/correction_mean"] = float(self.weights[self.mask].mean())
             metrics["rollout/correction_capped"] = float(self.capped.float().mean())
@@ -392,11 +391,11 @@ class Experience:
 
     def histograms(self) -> dict[str, list[float]]:
         """Return the values behind some of the means: one per response, and one advantage per response token."""
-        histograms = {"scores": self.scores}
+        histograms = {"rollout/scores": self.scores}
         for name, scores in self.score_result.scored.items():
-            histograms[f"score/{name}"] = scores
-        histograms["kl_k1"] = self.log_ratio.sum(1)
-        histograms["response_length"] = self.rollout.response_lengths
+            histograms[f"rollout/score/{name}"] = scores
+        histograms["rollout/kl_k1"] = self.log_ratio.sum(1)
+        histograms["rollout/response_length"] = self.rollout.response_lengths
         if self.advantages is not None:
-            histograms["advantages"] = self.advantages[self.mask]
-        return {f"rollout/{name}": values.float().tolist() for name, values in histograms.items()}
+            histograms["rollout/advantages"] = self.advantages[self.mask]
+        return {name: values.float().tolist() for name, values in histograms.items()}

@@ -19,10 +19,7 @@ from rlhf_cli.ppo import losses, monitor
 from rlhf_cli.ppo.experience import Stats, TokenBatch
 from rlhf_cli.ppo.fused_logprobs import fused_logprobs_and_entropy
 
-# logits_at_a_time `auto`: logits (tokens x vocabulary) per chunk. On a CPU they fit its cache.
-MAX_LOGITS_CPU = 2**20
-MAX_LOGITS_GPU = 2**27
-MIN_CHUNK_TOKENS = 64  # fewer make the matrix product slow
+MAX_LOGITS_CPU = 2**20  # logits_at_a_time `auto`: on a CPU the logits of a chunk fit its cache
 AUTO_MICRO_BATCH_TOKENS_CPU = 640  # micro_batch_tokens `auto`: more are no faster on a CPU and take memory
 
 TokenMetrics = dict[str, Tensor]  # metric -> its value at each token, (N,), detached
@@ -39,15 +36,15 @@ def logits_chunk_size(settings: PPOSettings, vocab_size: int, *, on_cpu: bool) -
     """Return the number of response tokens whose logits are in memory at once; None for all of a micro-batch."""
     size = settings.logits_at_a_time
     if size == "auto":
-        max_logits = MAX_LOGITS_CPU if on_cpu else MAX_LOGITS_GPU
-        return max(MIN_CHUNK_TOKENS, max_logits // vocab_size)
+        return forward.logit_chunk_size(vocab_size, MAX_LOGITS_CPU if on_cpu else None)
     return None if size == "all" else size
 
 
 def logprobs_and_entropy(logits: Tensor, ids: Tensor, settings: PPOSettings) -> tuple[Tensor, Tensor]:
     """Return the log-probs of `ids` (N,) and the entropies (N,) of logits (N, V); an entropy in no loss is detached."""
     log_probs = losses.log_probs(logits, settings.temperature)
-    with torch.set_grad_enabled(settings.entropy_coef > 0 and torch.is_grad_enabled()):
+    has_gradient = settings.entropy_coef > 0 and torch.is_grad_enabled()
+    with torch.set_grad_enabled(has_gradient):
         entropy = losses.entropy(log_probs)
     return losses.gather_logprobs(log_probs, ids), entropy
 
@@ -133,13 +130,14 @@ class MinibatchStats:
         """Sum the metrics of the micro-batches of update `step`."""
         sums: Stats = {}
         for name in results[0].metrics if results else ():
-            sums[name] = float(sum(result.metrics[name].sum() for result in results))
+            total = sum(result.metrics[name].sum() for result in results)
+            sums[name] = float(total)
 
         max_ratio_error = 0.0
         error = None
         for result in results:
-            ratio_error = float((result.metrics["val/ratio"] - 1).abs().max())
-            max_ratio_error = max(max_ratio_error, ratio_error)
+            ratio_errors = (result.metrics["val/ratio"] - 1).abs()
+            max_ratio_error = max(max_ratio_error, float(ratio_errors.max()))
             error = error or monitor.non_finite_loss(result.loss, result.micro_batch, step)
         return cls(sums, ptx, max_ratio_error, error)
 
@@ -237,6 +235,7 @@ class ModelRunner:
         with self._autocast():
             logits = forward.lm_head_logits(self.policy, hidden)
             ref_logits = forward.lm_head_logits(self.ref, ref_hidden)
+
         logprobs = self._token_logprobs(logits, ids)
         ref_logprobs = self._token_logprobs(ref_logits, ids)
         if self.settings.kl_estimator == "full":

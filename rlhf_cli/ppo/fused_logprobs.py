@@ -25,14 +25,16 @@ def fused_logprobs_and_entropy(logits: Tensor, ids: Tensor, temperature: float) 
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, log_normalizer = compiled(logprobs_and_entropy)(logits, ids, temperature)
+        compute = compiled(logprobs_and_entropy)
+        logprobs, entropy, log_normalizer = compute(logits, ids, temperature)
         ctx.save_for_backward(logits, ids, log_normalizer, entropy)
         ctx.temperature = temperature
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, to_logprobs: Tensor, to_entropy: Tensor) -> tuple[Tensor, None, None]:
-        gradient = compiled(logits_gradient)(*ctx.saved_tensors, ctx.temperature, to_logprobs, to_entropy)
+        compute_gradient = compiled(logits_gradient)
+        gradient = compute_gradient(*ctx.saved_tensors, ctx.temperature, to_logprobs, to_entropy)
         return gradient, None, None
 
 
@@ -40,6 +42,7 @@ def logprobs_and_entropy(logits: Tensor, ids: Tensor, temperature: float) -> tup
     """Return log p(id), the entropy H = log Z - sum_v p_v z_v and log Z, (N,) each, with z = logits / temperature."""
     z = logits / temperature
     log_normalizer = z.logsumexp(-1)
+
     p = torch.exp(z - log_normalizer[:, None])
     expected_z = torch.where(p > 0, p * z, 0.0).sum(-1)  # 0 log 0 is 0
     z_of_id = z.gather(-1, ids[:, None])[:, 0]
@@ -64,10 +67,13 @@ def logits_gradient(
     """
     log_p = logits / temperature - log_normalizer[:, None]
     p = torch.exp(log_p)
+
     vocabulary = torch.arange(logits.shape[1], device=logits.device)
     at_id = vocabulary == ids[:, None]
     logprob_gradient = at_id.float() - p
+
     entropy_gradient = torch.where(p > 0, -p * (log_p + entropy[:, None]), 0.0)
+
     of_logprob = to_logprobs[:, None] * logprob_gradient
     of_entropy = to_entropy[:, None] * entropy_gradient
     return (of_logprob + of_entropy) / temperature

@@ -26,7 +26,7 @@ from rlhf_cli.ppo.rollout import (
     AutocastMixin,
     HFEngine,
     _CachedDecoder,
-    accepts_position_ids,
+    accepts,
     row_keys,
     token_counters,
     uses_cache,
@@ -44,14 +44,16 @@ def reason_against(model: Any) -> str | None:
     """Return why a model's token step cannot have fixed shapes, None if it can."""
     if model.config._attn_implementation != "sdpa":
         return f"its attention is computed by {model.config._attn_implementation}, not by sdpa"
-    if not accepts_position_ids(model):
+    if not accepts(model, "position_ids"):
         return "it takes no positions"
+
     try:
         layers = _StaticCache(config=model.config, max_cache_len=1).layers
     except (KeyError, ValueError, TypeError) as error:
         return f"transformers has no static cache for it ({error})"
     if any(type(layer) is not StaticLayer for layer in layers):
         return "it has layers with another cache than full attention's, such as sliding windows"
+
     if not uses_cache(model):
         return "it is sampled from without a cache"
     return _step_problem(model)
@@ -62,7 +64,8 @@ def _step_problem(model: Any) -> str | None:
     rows, pad = row_trial.probe_rows(model)
     prompts = replace(Prompts.from_lists(rows, pad), seeds=(0, 1), response_length=2)
     try:
-        GraphEngine(model, None, pad, bf16=model.dtype == torch.bfloat16).generate(prompts)
+        engine = GraphEngine(model, None, pad, bf16=model.dtype == torch.bfloat16)
+        engine.generate(prompts)
     except Exception as error:  # each family fails in its own way
         if system.is_out_of_memory(error):
             raise
@@ -74,7 +77,7 @@ def row_bucket(rows: int) -> int:
     """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least `rows`."""
     power = 1 << (rows - 1).bit_length()
     three_quarters = power // 4 * 3
-    return three_quarters if power >= 4 and rows <= three_quarters else power
+    return three_quarters if rows <= three_quarters else power
 
 
 @dataclass
@@ -93,10 +96,12 @@ class GraphEngine(HFEngine):
         trains_all = all(weight.requires_grad for weight in policy.parameters())
         if policy.device.type != "cuda" or not self.bf16 or not trains_all:
             return
+
         if self.model is policy:
             self.model = copy.deepcopy(policy).requires_grad_(False)
             for weight in self.model.parameters():
                 weight.data = weight.data.bfloat16()
+
         for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
             ours.copy_(theirs)
 
@@ -110,25 +115,29 @@ class GraphEngine(HFEngine):
         length = prompts.response_length
         responses = torch.full((len(prompts), length), self.pad_token_id, device=device)
         logprobs = torch.zeros_like(responses, dtype=torch.float32)
+
         decoder = self._prefill(prompts)
         assert isinstance(decoder, _CachedDecoder), "see `reason_against`"
         rows = torch.arange(len(prompts), device=device)  # of `prompts`, in the order of the step's first rows
         width = decoder.mask.shape[1] + length
+        keys = row_keys(prompts.seeds, device)
 
         step = self._step(len(rows), width)
-        step.start(decoder, row_keys(prompts.seeds, device))
+        step.start(decoder, keys)
         for number in range(1, length):
             if number % READ_INTERVAL == 0:
                 unfinished = step.unfinished.nonzero()[:, 0]
-                if not len(unfinished):
+                count = len(unfinished)
+                if not count:
                     break
-                if row_bucket(len(unfinished)) < step.rows:
+                if row_bucket(count) < step.rows:
                     responses[rows], logprobs[rows] = step.results(len(rows), length)
-                    smaller = self._step(len(unfinished), width)
-                    smaller.take_rows(step, unfinished)
-                    step = smaller
+                    larger = step
+                    step = self._step(count, width)
+                    step.take_rows(larger, unfinished)
                     rows = rows[unfinished]
             step()
+
         responses[rows], logprobs[rows] = step.results(len(rows), length)
         return responses, logprobs
 
@@ -136,19 +145,23 @@ class GraphEngine(HFEngine):
         """Return the step of the smallest shape that holds `rows` rows of `width` positions; make it once."""
         bucket = row_bucket(rows)
         width = -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-        if (bucket, width) not in self.steps:
-            autocast = partial(torch.autocast, self.model.device.type, dtype=torch.bfloat16, enabled=bool(self.bf16))
-            self.steps[bucket, width] = FixedStep(
-                self.model,
-                bucket,
-                width,
-                sample=self._sample,
-                stop=self.stop_token_id,
-                pad=self.pad_token_id,
-                autocast=autocast,
-                compiles=self.compiles and packing.is_enabled(self.model),
-            )
-        return self.steps[bucket, width]
+        if (bucket, width) in self.steps:
+            return self.steps[bucket, width]
+
+        device = self.model.device.type
+        autocast = partial(torch.autocast, device, dtype=torch.bfloat16, enabled=bool(self.bf16))
+        step = FixedStep(
+            self.model,
+            bucket,
+            width,
+            sample=self._sample,
+            stop=self.stop_token_id,
+            pad=self.pad_token_id,
+            autocast=autocast,
+            compiles=self.compiles and packing.is_enabled(self.model),
+        )
+        self.steps[bucket, width] = step
+        return step
 
 
 class FixedStep:
@@ -195,8 +208,10 @@ class FixedStep:
         """Take the rows of a decoder that has read the prompts, with their keys (n, 2), and draw their first tokens."""
         count = len(keys)
         read = decoder.mask.shape[1]
-        index = self._fill(torch.arange(count, device=keys.device))
+        own_rows = torch.arange(count, device=keys.device)
+        index = self._fill(own_rows)
         decoder.select_rows(index)
+
         for layer, source in zip(self.cache.layers, decoder.cache.layers, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(source.keys, source.values)
@@ -204,11 +219,14 @@ class FixedStep:
             layer.values[:, :, :read].copy_(source.values)
             layer.cumulative_length.fill_(read)
 
-        self.mask.zero_()[:, 0, 0, :read] = decoder.mask.bool()
+        self.mask.zero_()
+        self.mask[:, 0, 0, :read] = decoder.mask.bool()
         self.positions.copy_(decoder.mask.sum(1, keepdim=True))
         self.column.fill_(read)
         self.number.zero_()
-        self.unfinished.zero_()[:count] = True
+
+        self.unfinished.zero_()
+        self.unfinished[:count] = True
         self.keys.copy_(keys[index])
         self.ids.fill_(self.pad)
         self.logprobs.zero_()
@@ -219,16 +237,20 @@ class FixedStep:
         index = self._fill(rows)
         for layer, source in zip(self.cache.layers, other.cache.layers, strict=True):
             if not layer.is_initialized:
-                layer.lazy_initialization(source.keys[: self.rows], source.values[: self.rows])
+                first = slice(self.rows)
+                layer.lazy_initialization(source.keys[first], source.values[first])
             layer.keys.copy_(source.keys[index])
             layer.values.copy_(source.values[index])
             layer.cumulative_length.copy_(source.cumulative_length)
 
         for name in ("tokens", "positions", "mask", "keys", "ids", "logprobs"):
-            getattr(self, name).copy_(getattr(other, name)[index])
+            source = getattr(other, name)
+            getattr(self, name).copy_(source[index])
         self.column.copy_(other.column)
         self.number.copy_(other.number)
-        self.unfinished.zero_()[: len(rows)] = True
+
+        self.unfinished.zero_()
+        self.unfinished[: len(rows)] = True
 
     def results(self, count: int, length: int) -> tuple[Tensor, Tensor]:
         """Return ids and log-probs, (count, length) each, of the rows in use; padding after a row's stop token."""
@@ -247,6 +269,7 @@ class FixedStep:
         """Read the last tokens and draw the next ones."""
         self.mask.index_fill_(3, self.column, True)
         layers = compiled_token_step(self.model, self.cache.layers) if self.compiles else nullcontext()
+
         with self.autocast(cache_enabled=False), forward.float32_logits(self.model), layers:
             output = self.model(
                 input_ids=self.tokens,
@@ -256,6 +279,7 @@ class FixedStep:
                 use_cache=True,
             )
             logits = output.logits[:, -1].float()
+
         self.column += 1
         self.positions += 1
         self._draw(logits)
@@ -265,11 +289,12 @@ class FixedStep:
         tokens, logprobs = self.sample(logits, self.keys, self.number, self.counters)
         tokens = torch.where(self.unfinished, tokens, self.pad)
         logprobs = torch.where(self.unfinished, logprobs, 0)
+
         at = self.number.long()
         self.ids.index_copy_(1, at, tokens[:, None])
         self.logprobs.index_copy_(1, at, logprobs[:, None])
-        self.unfinished &= ~is_stop(tokens, self.stop)
 
+        self.unfinished &= ~is_stop(tokens, self.stop)
         self.tokens.copy_(tokens[:, None])
         self.number += 1
 
@@ -291,12 +316,15 @@ class FixedStep:
             *(layer.cumulative_length for layer in self.cache.layers),
         ]
         before = [tensor.clone() for tensor in moved]
+
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+
         with torch.cuda.stream(stream):
             for _ in range(2):
                 self._forward_and_draw()
         torch.cuda.current_stream().wait_stream(stream)
+
         for tensor, value in zip(moved, before, strict=True):
             tensor.copy_(value)
 

@@ -22,6 +22,7 @@ from rlhf_cli.rewards.function import may_skip_rows
 
 MAX_EQUAL_REWARD_UPDATES = 10  # consecutive ones that end a run
 MIN_EOS_FRACTION = 0.05  # below it, the stop token gets no training signal
+EQUAL_REWARDS_HINT = "the reward cannot distinguish the responses: inspect them in samples.jsonl, and the reward model"
 NOISE_SE = 4.0  # standard errors of a change that may be noise: an update in CI has eight responses
 
 
@@ -30,8 +31,9 @@ class NonFiniteError(RLHFError):
 
     def __init__(self, step: int, name: str, row: int | None) -> None:
         position = "" if row is None else f" in row {row}"
+        text = f"step {step}: {name} is not finite{position}; training stops here"
         hint = "look at the reward of that row" if "score" in name else "lower ppo.learning_rate"
-        super().__init__("R01", f"step {step}: {name} is not finite{position}; training stops here", hint=hint)
+        super().__init__("R01", text, hint=hint)
         self.row = row
         self.args = (step, name, row)  # by which the processes of a group exchange it
 
@@ -54,6 +56,7 @@ def check_scores(
     for name, ensemble in ensembles.items():
         for member, scores in ensemble.members.items():
             check_finite(f"score `{name}/{member}`", scores, step)
+
     for name, scores in raw.items():
         if may_skip_rows(sources.get(name)):
             scores = torch.where(scores.isnan(), 0, scores)
@@ -65,9 +68,11 @@ def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFini
     bad = ~torch.isfinite(loss)
     if not bad.any():
         return None
+
     token = bad.nonzero()[0, 0]
     row_index = micro_batch.row_index[token]
-    return NonFiniteError(step, "loss", int(micro_batch.rows[row_index]))
+    row = int(micro_batch.rows[row_index])
+    return NonFiniteError(step, "loss", row)
 
 
 class StopTraining(RLHFError):
@@ -155,72 +160,77 @@ class Watchdog:
         limit = self.settings.kl_stop
         if limit is not None and kl > limit:
             text = f"step {step}: KL to the SFT policy is {kl:.4g} nats per response, over ppo.kl_stop {limit:g}"
-            raise StopTraining("R04", text, key="ppo.kl_stop", hint="raise ppo.kl_coef, or lower ppo.learning_rate")
+            hint = "raise ppo.kl_coef, or lower ppo.learning_rate"
+            raise StopTraining("R04", text, key="ppo.kl_stop", hint=hint)
 
         new: list[Problem] = []
-        for name, problem in self._failures(step, experience, stats):
+        for name, code, text, hint in self._failures(step, experience, stats):
             if name not in self.warned:
                 self.warned.append(name)
-                new.append(problem)
+                new.append(Problem(code, f"step {step}: {text}", hint=hint))
         return new
 
-    def _failures(self, step: int, experience: Experience, stats: Stats) -> Iterator[tuple[str, Problem]]:
-        """Yield the failures that update `step` shows, by the names that they have in checkpoints."""
+    def _failures(self, step: int, experience: Experience, stats: Stats) -> Iterator[tuple[str, str, str, str]]:
+        """Yield the failures that update `step` shows: name in checkpoints, code, text and hint."""
         rollout = experience.rollout
         count = len(rollout)
+
         equal = self._equal_rewards(step, experience.score_result.weighted_sum)
         if equal:
-            yield "equal", equal
+            hint = f"{EQUAL_REWARDS_HINT}; {MAX_EQUAL_REWARD_UPDATES} such updates in a row end the run"
+            yield "equal", "R02", equal, hint
 
         ended = int(rollout.ended.sum())
-        if self.settings.stop_token != "none" and ended < MIN_EOS_FRACTION * count:
+        fewest = MIN_EOS_FRACTION * count
+        if self.settings.stop_token != "none" and ended < fewest:
             text = f"{ended} of {count} responses end with the stop token ({ended / count:.0%})"
             hint = "raise ppo.response_length; check ppo.stop_token, and that SFT's rows end with it (rlhf explain T06)"
-            yield "endless", _failure("R03", step, text, hint)
+            yield "endless", "R03", text, hint
 
         is_empty = rollout.ended & (rollout.response_lengths == 1)
         empty = int(is_empty.sum())
         if empty >= (1 - MIN_EOS_FRACTION) * count:
             text = f"{empty} of {count} responses are empty, only the stop token ({empty / count:.0%})"
             hint = "check that prompts end as those of SFT's rows do, and its chat template"
-            yield "empty", _failure("R03", step, text, hint)
+            yield "empty", "R03", text, hint
 
-        kl = RunningMeanStd.of(experience.log_ratio.double().sum(1))
+        kl_of_rows = experience.log_ratio.double().sum(1)
+        kl = RunningMeanStd.of(kl_of_rows)
         noise = kl.standard_error
         if kl.mean < -NOISE_SE * noise:
             text = f"KL to the SFT policy is {kl.mean:.4g} nats per response, below 0 by more than noise ({noise:.2g})"
             hint = "responses are not sampled from the distribution that gives the log-probs"
-            yield "negative", _failure("R04", step, text, hint)
+            yield "negative", "R04", text, hint
 
         if stats["policy/skipped_minibatches"]:
             text = f"the mean ratio of a minibatch exceeds ppo.ratio_threshold {self.settings.ratio_threshold:g}"
             hint = "it made no optimizer step; policy/skipped_minibatches counts them; lower ppo.learning_rate"
-            yield "skipped", _failure("R08", step, text, hint)
+            yield "skipped", "R08", text, hint
 
-    def _equal_rewards(self, step: int, scores: Tensor) -> Problem | None:
-        """Return a failure if all rewards (B,) of the update are equal; count such updates. Raises RLHFError R02."""
+    def _equal_rewards(self, step: int, scores: Tensor) -> str | None:
+        """Return a text if all rewards (B,) of the update are equal; count such updates. Raises RLHFError R02."""
         count = len(scores)
-        is_equal = count > 1 and bool((scores == scores[0]).all())
+        first = float(scores[0])
+        is_equal = count > 1 and bool((scores == first).all())
         if not is_equal:
             self.equal_reward_updates = 0
             return None
 
         self.equal_reward_updates += 1
-        text = f"all {count} rewards are {float(scores[0]):.6g}"
-        hint = "the reward cannot distinguish the responses: inspect them in samples.jsonl, and the reward model"
+        text = f"all {count} rewards are {first:.6g}"
         if self.equal_reward_updates >= MAX_EQUAL_REWARD_UPDATES:
             text = f"step {step}: {text}, for {self.equal_reward_updates} updates in a row"
-            raise RLHFError("R02", text, hint=hint)
-        hint += f"; {MAX_EQUAL_REWARD_UPDATES} such updates in a row end the run"
-        return _failure("R02", step, text, hint)
+            raise RLHFError("R02", text, hint=EQUAL_REWARDS_HINT)
+        return text
 
     def check(self, step: int, experience: Experience) -> list[Alert]:
         """Return the alerts after update `step`. The next alert of a signal needs another full window."""
         limits = self.limits
         if limits is None:
             return []
+
         alerts = []
-        for (signal, source), now in self._readings(experience).items():
+        for signal, source, now in self._readings(experience):
             if signal in self.unavailable or getattr(limits, signal) is None:
                 continue
             alert = self._check(limits, step, signal, source, now)
@@ -228,23 +238,19 @@ class Watchdog:
                 alerts.append(alert)
         return alerts
 
-    def _readings(self, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
-        """Return a value for each response, (B,), by signal and source; of a judge for those that it scores."""
+    def _readings(self, experience: Experience) -> Iterator[tuple[Signal, str | None, Tensor]]:
+        """Yield signal, source and a value for each response, (B,); of a judge for those that it scores."""
         rollout = experience.rollout
-        scores = experience.score_result
-        readings: dict[tuple[Signal, str | None], Tensor] = {
-            ("kl", None): experience.log_ratio.sum(1) / experience.mask.sum(1),
-            ("length", None): rollout.response_lengths,
-            ("repetition", None): rollout.repetition,
-            ("eos", None): rollout.ended,
-        }
-        scored = scores.scored
-        for name in self.judges:
-            if len(scored[name]):
-                readings["judge", name] = scored[name]
-        for name, ensemble in scores.ensembles.items():
-            readings["disagreement", name] = ensemble.disagreement
-        return readings
+        yield "kl", None, experience.log_ratio.sum(1) / experience.mask.sum(1)
+        yield "length", None, rollout.response_lengths
+        yield "repetition", None, rollout.repetition
+        yield "eos", None, rollout.ended
+
+        for name, scores in experience.score_result.scored.items():
+            if name in self.judges and len(scores):
+                yield "judge", name, scores
+        for name, ensemble in experience.score_result.ensembles.items():
+            yield "disagreement", name, ensemble.disagreement
 
     def _check(
         self,
@@ -258,7 +264,9 @@ class Watchdog:
         update = RunningMeanStd.of(now)
         name = f"{signal} {source}" if source else signal
         state = self.signals.setdefault(name, SignalState(update, update, []))
-        state.recent = [*state.recent, update][-limits.window :]
+
+        recent = [*state.recent, update]
+        state.recent = recent[-limits.window :]
         if len(state.recent) < limits.window:
             return None
 
@@ -266,6 +274,7 @@ class Watchdog:
         reference = state.best if signal == "judge" else state.first
         limit = getattr(limits, signal)
         error = math.hypot(reading.standard_error, reference.standard_error)
+
         exceeds = EXCEEDS[signal](reading.mean, reference.mean, limit, error)
         state.best = max(state.best, reading, key=lambda stats: (stats.count > 1, stats.mean))  # one has no error
         if not exceeds:
@@ -296,7 +305,3 @@ class Watchdog:
         self.equal_reward_updates = state["alarms"]["equal"]
         self.warned = state["alarms"]["told"]
         self.signals = TypeAdapter(dict[str, SignalState]).validate_python(state["watchdog"])
-
-
-def _failure(code: str, step: int, text: str, hint: str) -> Problem:
-    return Problem(code, f"step {step}: {text}", hint=hint)

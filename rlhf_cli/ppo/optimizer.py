@@ -21,6 +21,7 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
     groups: list[dict[str, Any]] = []
     for name, model in models.items():
         groups += _parameter_groups(name, model, settings)
+
     options: dict[str, Any] = {
         "lr": settings.learning_rate,
         "betas": (settings.adam_beta1, settings.adam_beta2),
@@ -32,13 +33,15 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
     weights = [weight for group in groups for weight in group["params"]]
     is_sharded = any(map(is_sharded_tensor, weights))
     on_cpu = weights[0].device.type == "cpu"
+    fused = settings.optim == "adamw_torch_fused"
     if is_sharded and on_cpu:
         options["foreach"] = False
-    elif on_cpu or settings.optim == "adamw_torch_fused":
-        options["fused"] = settings.optim == "adamw_torch_fused"
+    elif on_cpu or fused:
+        options["fused"] = fused
     else:
         options["foreach"] = True
-    return ShardedAdamW(groups, **options) if is_sharded else torch.optim.AdamW(groups, **options)
+    adamw = ShardedAdamW if is_sharded else torch.optim.AdamW
+    return adamw(groups, **options)
 
 
 def _parameter_groups(name: str, model: nn.Module, settings: PPOSettings) -> list[dict[str, Any]]:
@@ -46,16 +49,16 @@ def _parameter_groups(name: str, model: nn.Module, settings: PPOSettings) -> lis
     lr = settings.learning_rate
     if name == "value" and settings.value_learning_rate is not None:
         lr = settings.value_learning_rate
+
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     matrices = [weight for weight in trained if weight.ndim >= 2]
     vectors = [weight for weight in trained if weight.ndim < 2]
 
-    groups: list[dict[str, Any]] = []
-    if matrices:
-        groups.append({"params": matrices, "lr": lr, "weight_decay": settings.weight_decay, "name": name})
-    if vectors:
-        groups.append({"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{name}/no_decay"})
-    return groups
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "lr": lr, "weight_decay": settings.weight_decay, "name": name},
+        {"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{name}/no_decay"},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -68,12 +71,13 @@ class ShardedAdamW(torch.optim.AdamW):
         """Step with sharded and whole weights in different groups."""
         groups = self.param_groups
         self.param_groups = []
+
         for group in groups:
-            sharded = [weight for weight in group["params"] if is_sharded_tensor(weight)]
-            whole = [weight for weight in group["params"] if not is_sharded_tensor(weight)]
-            for weights in (sharded, whole):
+            for is_sharded in (True, False):
+                weights = [weight for weight in group["params"] if is_sharded_tensor(weight) == is_sharded]
                 if weights:
                     self.param_groups.append({**group, "params": weights})
+
         try:
             return super().step(closure)
         finally:
@@ -86,20 +90,16 @@ class ShardedAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 
-def embedding_weights(models: Iterable[nn.Module]) -> set[torch.Tensor]:
-    """Return the embedding weights, whose moments stay in 32 bits as in transformers: their gradients vary too much."""
-    modules = chain.from_iterable(model.modules() for model in models)
-    return {module.weight for module in modules if isinstance(module, nn.Embedding)}
-
-
 def adamw_8bit(groups: list[dict[str, Any]], models: Iterable[nn.Module], **options: Any) -> torch.optim.Optimizer:
     """Return bitsandbytes' AdamW with 8-bit moments (Dettmers et al. 2021, arXiv 2110.02861).
 
-    The moments of embedding weights and of small ones are stored in 32 bits.
+    The moments of small weights are stored in 32 bits, and as in transformers those of embeddings, whose gradients vary
+    too much.
     """
     import bitsandbytes as bnb
 
-    embeddings = embedding_weights(models)
+    modules = chain.from_iterable(model.modules() for model in models)
+    embeddings = {module.weight for module in modules if isinstance(module, nn.Embedding)}
 
     class AdamW8bit(bnb.optim.AdamW8bit):
         """An override, because bitsandbytes registers exceptions by id for the whole process."""
@@ -137,7 +137,8 @@ def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -
         options = {"min_lr_rate": 0.1}
     elif kind == "polynomial":
         peak = group["lr"]
-        options = {"lr_end": 1e-7 / peak if peak > 1e-7 else 0.0}  # transformers requires lr_end < peak
+        end = 1e-7 / peak if peak > 1e-7 else 0.0  # transformers requires lr_end < peak
+        options = {"lr_end": end}
 
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = get_scheduler(kind, dummy, warmup, steps, scheduler_specific_kwargs=options)
@@ -155,10 +156,8 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
         self.values: dict[str, torch.Tensor] = {}
-        self.weights: dict[str, nn.Parameter] = {}
-        for name, weight in model.named_parameters():
-            if weight.requires_grad:
-                self.weights[name] = weight
+        named = model.named_parameters()
+        self.weights = {name: weight for name, weight in named if weight.requires_grad}
         self.load_state_dict(self.weights)
 
     def update(self) -> None:

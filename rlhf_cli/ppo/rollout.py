@@ -75,26 +75,20 @@ class HFEngine:
         """Generate a response to each prompt."""
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
         batches = slices(len(prompts), self.batch_size or len(prompts))
-        ids_of_batches = []
-        logprobs_of_batches = []
-        with self._autocast(), forward.float32_logits(self.model):  # around all tokens: they keep copies of the weights
-            for batch in track_progress("batch", batches):
-                ids, logprobs = self._generate_ids(prompts.rows(batch))
-                ids_of_batches.append(ids)
-                logprobs_of_batches.append(logprobs)
 
-        responses = torch.cat(ids_of_batches)
-        ended = is_stop(responses, self.stop_token_id).any(1)
+        with self._autocast(), forward.float32_logits(self.model):  # around all tokens: they keep copies of the weights
+            parts = [self._generate_ids(prompts.rows(batch)) for batch in track_progress("batch", batches)]
+
+        responses = torch.cat([ids for ids, _ in parts])
+        logprobs = torch.cat([part_logprobs for _, part_logprobs in parts])
         response_mask = losses.response_mask(responses, self.stop_token_id)
-        responses = torch.where(response_mask, responses, self.pad_token_id)
         width = int(response_mask.sum(1).max())
-        device = responses.device
-        return Rollout(
-            torch.cat([prompts.ids.to(device), responses[:, :width]], 1),
-            torch.cat([prompts.mask.to(device), response_mask[:, :width]], 1),
+        return Rollout.of_responses(
+            prompts,
+            responses[:, :width],
             response_mask[:, :width],
-            ended,
-            logprobs=torch.cat(logprobs_of_batches)[:, :width],
+            stop_token_id=self.stop_token_id,
+            logprobs=logprobs[:, :width],
         )
 
     def update_weights(self, update: int, policy: Any) -> None:
@@ -118,9 +112,11 @@ class HFEngine:
 
     def _generate_ids(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
         """Return response ids (b, response_length), padded after a row's stop token, and their log-probs."""
+        device = self.model.device
         shape = (len(prompts), prompts.response_length)
-        responses = torch.full(shape, self.pad_token_id, device=self.model.device)
-        logprobs = torch.zeros(shape, device=self.model.device)
+        responses = torch.full(shape, self.pad_token_id, device=device)
+        logprobs = torch.zeros(shape, device=device)
+
         for step, drawn in enumerate(self._decode_steps(prompts)):
             rows, tokens, token_logprobs = drawn
             responses[rows, step] = tokens
@@ -142,14 +138,15 @@ class HFEngine:
         for step in track_progress("rollout: token", range(num_steps)):
             tokens, logprobs = self._sample(decoder.logits, keys, number, counters)
             number += 1
+
             yield rows[unfinished], tokens[unfinished], logprobs[unfinished]
 
-            if self.stop_token_id is not None:
-                unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
+            unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
             if not unfinished.any() or step + 1 == num_steps:
                 break
 
-            if self.compact_batch and unfinished.sum() <= 0.8 * len(unfinished):  # rarely: copies the cache
+            few = 0.8 * len(unfinished)
+            if self.compact_batch and unfinished.sum() <= few:  # rarely: copies the cache
                 kept = unfinished.nonzero()[:, 0]
                 decoder.select_rows(kept)
                 rows = rows[kept]
@@ -170,17 +167,18 @@ class HFEngine:
         """Return a decoder that has read the prompts, each of adjacent equal ones once."""
         model = self.model
         open_decoder = _CachedDecoder if uses_cache(model) else _WholeRowDecoder
+
         first_tokens = prompts.mask.int().argmax(1)
         start = int(first_tokens.min())  # skip columns that are padding in all rows
         ids = prompts.ids[:, start:].to(model.device)
         mask = prompts.mask[:, start:].to(model.device)
-        if not self.compact_batch:
-            return open_decoder(model, ids, mask, self._autocast)
 
-        other_ids = (ids[1:] != ids[:-1]).any(1)  # than in the row before
-        other_mask = (mask[1:] != mask[:-1]).any(1)
         is_new = torch.ones_like(mask[:, 0])
-        is_new[1:] = other_ids | other_mask
+        if self.compact_batch:
+            other_ids = ids[1:] != ids[:-1]  # than in the row before
+            other_mask = mask[1:] != mask[:-1]
+            is_new[1:] = (other_ids | other_mask).any(1)
+
         decoder = open_decoder(model, ids[is_new], mask[is_new], self._autocast)
         if not is_new.all():
             source_rows = is_new.cumsum(0) - 1
@@ -188,9 +186,9 @@ class HFEngine:
         return decoder
 
 
-def accepts_position_ids(model: Any) -> bool:
-    """Return True if a model takes positions; others number the tokens that a mask shows."""
-    return "position_ids" in inspect.signature(model.forward).parameters
+def accepts(model: Any, argument: str) -> bool:
+    """Return True if a model takes an argument. Without `position_ids` it numbers the tokens that a mask shows."""
+    return argument in inspect.signature(model.forward).parameters
 
 
 _cache_problems: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
@@ -216,6 +214,7 @@ def _cache_problem(model: Any) -> str | None:
     problem = row_trial.generation_problem(model, with_cache)
     if problem is None:
         return None
+
     without_cache = partial(_WholeRowDecoder, model, autocast=nullcontext)
     worse = row_trial.generation_problem(model, without_cache)
     if worse:
@@ -248,13 +247,13 @@ class _CachedDecoder:
     def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Autocast):
         self.model = model
         self.autocast = autocast
-        parameters = inspect.signature(model.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-        self.accepts_position_ids = "position_ids" in parameters
+        self.cache_name = "cache_params" if accepts(model, "cache_params") else "past_key_values"
+        self.accepts_position_ids = accepts(model, "position_ids")
 
         self.cache = _AutocastCache(config=model.config)
         self.mask = mask.long()
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        positions = self.mask.cumsum(1) - 1
+        positions = positions.clamp(min=0)
         self._forward(ids, positions)
 
     def append(self, tokens: Tensor) -> None:
@@ -293,17 +292,20 @@ class _WholeRowDecoder:
         self.model = model
         self.autocast = autocast
         self.lengths = mask.sum(1)
+
         width = ids.shape[1]
         first = width - self.lengths  # (b,): column of a row's first token
-        columns = torch.arange(width, device=ids.device) + first[:, None]
-        self.ids = ids.gather(1, columns % width)  # padded on the right
+        offsets = torch.arange(width, device=ids.device)
+        columns = (first[:, None] + offsets) % width
+        self.ids = ids.gather(1, columns)  # padded on the right
         self._forward()
 
     def append(self, tokens: Tensor) -> None:
         """Add one token (b,) to each row."""
         column = torch.zeros_like(self.ids[:, :1])
         self.ids = torch.cat([self.ids, column], 1)
-        self.ids.scatter_(1, self.lengths[:, None], tokens[:, None])
+        last_column = self.lengths[:, None]
+        self.ids.scatter_(1, last_column, tokens[:, None])
         self.lengths = self.lengths + 1
         self._forward()
 
@@ -318,6 +320,7 @@ class _WholeRowDecoder:
         rows = torch.arange(len(self.ids), device=self.ids.device)
         last = self.lengths - 1
         decoder = build.decoder(self.model)
+
         with self.autocast():
             hidden = packing.hidden_states_at(decoder, self.ids, self.lengths, row=rows, column=last)
             self.logits = forward.lm_head_logits(self.model, hidden).float()
@@ -334,6 +337,7 @@ def sample(
     if not temperature:
         tokens = logits.argmax(-1)
         return tokens, torch.zeros_like(tokens, dtype=torch.float32)
+
     logits = logits / temperature
     tokens = gumbel_sample(logits, keys, step, counters)
     return tokens, losses.token_logprobs(logits, tokens, 1.0)
@@ -360,15 +364,9 @@ def hash_int32(x: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
-    """Return the rows' 64-bit seeds as two int32 each, (b, 2)."""
-    keys = [(_signed(seed), _signed(seed >> 32)) for seed in seeds]
-    return torch.tensor(keys, dtype=torch.int32).to(device)
-
-
-def _signed(number: int) -> int:
-    """Return the lower 32 bits of a number as a signed integer."""
-    word = number & 0xFFFFFFFF
-    return word - 2**32 if word >= 2**31 else word
+    """Return the rows' 63-bit seeds as two int32 each, the lower half first, (b, 2)."""
+    wide = torch.tensor(seeds, dtype=torch.int64)
+    return wide[:, None].view(torch.int32).to(device)
 
 
 def token_counters(vocab_size: int, device: torch.device) -> Tensor:
@@ -382,9 +380,11 @@ def log_exponential(keys: Tensor, step: int | Tensor, counters: Tensor) -> Tenso
     `step` is a number, or an int32 tensor (1,) on the device. Resolution is finest near E = 0, which decides the argmax
     in `gumbel_sample`.
     """
-    step_hash = hash_int32(torch.zeros_like(keys[:, :1]) + step)
+    steps = torch.zeros_like(keys[:, :1]) + step
+    step_hash = hash_int32(steps)
     first = hash_int32(keys[:, :1] ^ step_hash)
     second = hash_int32(keys[:, 1:] + first)
+
     mixed = (counters[None] ^ first).add_(second)
     bits = hash_int32(mixed).bitwise_and_(0x7FFFFFFF)
     minus_uniform = bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31))
@@ -398,6 +398,7 @@ def gumbel_sample(logits: Tensor, keys: Tensor, step: int | Tensor, counters: Te
     """
     if logits.device.type != "cpu":
         return (logits - log_exponential(keys, step, counters)).argmax(-1)
+
     rows = max(1, NOISE_CHUNK_ELEMENTS_CPU // logits.shape[1])
     tokens = []
     for part_logits, part_keys in zip(logits.split(rows), keys.split(rows), strict=True):

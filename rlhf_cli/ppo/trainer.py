@@ -105,17 +105,19 @@ class PPOTrainer:
         self.trained_models: dict[str, Any] = {"policy": policy}
         if value is not None:
             self.trained_models["value"] = value
+
         self._frozen_keys: dict[str, set[str]] = {}  # of the state dicts, by model
         for name, model in self.trained_models.items():
             _train_something(model)
             self._frozen_keys[name] = lora.frozen_state_keys(model)
+
         self.model_runner, self.parallel = prepare_models(policy, self.ref, value, self.settings, process_group)
 
         self.optimizer = optimizer or build_optimizer(self.trained_models, self.settings)
-        if scheduler is None:
-            scheduler = build_scheduler(self.optimizer, self.settings, num_updates or settings.num_updates())
-        self.scheduler = scheduler
+        num_updates = num_updates or settings.num_updates()
+        self.scheduler = scheduler or build_scheduler(self.optimizer, self.settings, num_updates)
         self.average = WeightAverage(policy, settings.average) if settings.average else None
+
         self.updates = 0
         self.kl_coef = settings.kl_coef
         self.score_moments = RunningMeanStd()
@@ -124,10 +126,13 @@ class PPOTrainer:
         """Run one PPO update on num_samples_per_prompt responses to each prompt; return its metrics."""
         start = self._synchronized_time()
         rollout = self.generate(prompts)
+
         generate_end = self._synchronized_time()
         self.experience = self.make_experience(rollout)
+
         score_end = self._synchronized_time()
         stats = self.update(self.experience)
+
         end = self._synchronized_time()
         return {
             **stats,
@@ -145,7 +150,12 @@ class PPOTrainer:
 
     # Generate
 
-    def generate(self, prompts: Prompts, purpose: str = "sample", engine: RolloutEngine | None = None) -> Rollout:
+    def generate(
+        self,
+        prompts: Prompts,
+        purpose: str = "sample",
+        engine: RolloutEngine | None = None,
+    ) -> Rollout:
         """Generate responses, with random draws keyed by (seed, purpose, update, row). Each rank generates a part.
 
         Purpose "sample", for training, gives num_samples_per_prompt responses to each prompt, any other purpose one.
@@ -158,6 +168,7 @@ class PPOTrainer:
 
         if engine is not None:
             return replace(self._generate(seeded, engine), logprobs=None)
+
         if not self.engine_has_weights:
             self.engine.update_weights(self.updates, self.policy)
             self.engine_has_weights = True
@@ -179,6 +190,7 @@ class PPOTrainer:
             with self.parallel.gathered_model(model):
                 parts = group.map_rows(len(seeded), generate_part)
             rollout = Rollout.concat(parts)
+
         return replace(rollout, records=seeded.records)
 
     @property
@@ -187,6 +199,7 @@ class PPOTrainer:
         length = self.settings.response_length
         if not isinstance(length, LengthRange):
             return length
+
         num_lengths = length.max - length.min + 1
         draw = derive_seed(self.seed, "length", self.updates)
         return length.min + draw % num_lengths
@@ -203,8 +216,9 @@ class PPOTrainer:
         """
         rollout = rollout.to(self.policy.device)
         minibatches = self._make_minibatches(rollout, epoch=0)
+        micro_batches = list(chain.from_iterable(minibatches))
         with self.ref_on_device():
-            outputs = self._forward(rollout, minibatches)
+            outputs = self._forward(rollout, micro_batches)
         for name, output in outputs.items():
             monitor.check_finite(name, output, self.updates + 1)
 
@@ -212,6 +226,7 @@ class PPOTrainer:
         values = outputs.get("values")
         token_rewards = self._token_rewards(rollout, score_result, outputs["kl"])
         advantages, returns = estimate_advantages(rollout, token_rewards, values, self.settings)
+
         experience = Experience(
             rollout,
             minibatches,
@@ -232,30 +247,28 @@ class PPOTrainer:
     def _token_rewards(self, rollout: Rollout, scores: ScoreResult, kl: Tensor) -> Tensor:
         """Return the rewards (B, R): the score at the last token, less the KL penalty with kl_in reward."""
         mask = rollout.response_mask
-        penalty = self.kl_coef * kl if self.settings.kl_in == "reward" else torch.zeros_like(kl)
-        rewards = losses.compute_token_rewards(scores.final, penalty, mask)
+        coef = self.kl_coef if self.settings.kl_in == "reward" else 0.0
+        rewards = losses.compute_token_rewards(scores.final, coef * kl, mask)
         if self.settings.whiten_rewards:
             rewards = losses.masked_whiten(rewards, mask, shift_mean=False)
         return rewards
 
     def _compute_scores(self, rollout: Rollout, given: Tensor | None) -> ScoreResult:
         """Score the rollout by all reward sources, or take `given` scores (B,), and process the sum."""
-        raw: dict[str, Tensor] = {}
-        ensembles: dict[str, EnsembleScores] = {}
-        if given is not None:
-            raw["given"] = as_row_scores("given", given, rollout)
+        weights = self.reward_weights
+        clips = self.reward_clips
+        if given is None:
+            results = {name: self._call_source(name, rollout) for name in self.rewards}
         else:
-            for name in self.rewards:
-                result = self._call_source(name, rollout)
-                raw[name] = as_row_scores(name, result, rollout)
-                if isinstance(result, EnsembleScores):
-                    ensembles[name] = result
-        monitor.check_scores(raw, ensembles, self.rewards, self.updates + 1)
+            results = {"given": given}
+            weights = {"given": 1.0}
+            clips = {}
 
-        if given is not None:
-            summed = raw["given"]
-        else:
-            summed = weighted_sum(raw, self.reward_weights, self.reward_clips, rollout.records)
+        raw = {name: as_row_scores(name, result, rollout) for name, result in results.items()}
+        ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
+        monitor.check_scores(raw, ensembles, self.rewards, self.updates + 1)
+        summed = weighted_sum(raw, weights, clips, rollout.records)
+
         moments = self.score_moments + RunningMeanStd.of(summed)
         final = normalize_scores(summed, moments, self.settings)
         if given is None:
@@ -265,22 +278,20 @@ class PPOTrainer:
     def _call_source(self, name: str, rollout: Rollout) -> Any:
         """Return a source's scores; a function that takes long is named on the terminal."""
         source = self.rewards[name]
-        if not isinstance(source, FunctionReward):
-            return call_source(source, rollout, self.process_group)
-        with says_if_slow(f"ppo      reward `{name}`"):
+        is_function = isinstance(source, FunctionReward)
+        with says_if_slow(f"ppo      reward `{name}`") if is_function else nullcontext():
             return call_source(source, rollout, self.process_group)
 
     def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
         """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""
         num_rows = len(rollout)
+        num_minibatches = min(self.settings.num_mini_batches, num_rows)
         seed = derive_seed(self.seed, "minibatches", self.updates, epoch)
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_rows, generator=generator).to(rollout.ids.device)
 
-        minibatches = []
-        for rows in order.tensor_split(min(self.settings.num_mini_batches, num_rows)):
-            minibatches.append(self._split_minibatch(rollout, rows))
-        return tuple(minibatches)
+        minibatches = order.tensor_split(num_minibatches)
+        return tuple(self._split_minibatch(rollout, rows) for rows in minibatches)
 
     def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> MinibatchRows:
         """Split the rows of a minibatch into micro-batches of rows of similar length."""
@@ -300,12 +311,12 @@ class PPOTrainer:
             return nullcontext()
         return sharding.on_device(self.ref, self.policy.device)
 
-    def _forward(self, rollout: Rollout, minibatches: tuple[MinibatchRows, ...]) -> dict[str, Tensor]:
+    def _forward(self, rollout: Rollout, micro_batches: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the models' outputs, (B, R) each and 0 outside the response mask, by the update's micro-batches."""
         runner = self.model_runner
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
         outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in runner.outputs}
-        micro_batches = list(chain.from_iterable(minibatches))
+
         with (
             self.parallel.minibatch_context(),
             runner.scoring_context(),
@@ -317,6 +328,7 @@ class PPOTrainer:
                 for name, values in runner.forward(micro_batch).items():
                     if is_real:
                         outputs[name][micro_batch.response_index] = values
+
         self.process_group.all_reduce(outputs.values())
         return outputs
 
@@ -332,14 +344,14 @@ class PPOTrainer:
         if experience.advantages is None:
             text = f"num_samples_per_prompt {settings.num_samples_per_prompt} adjacent responses to each prompt"
             raise ValueError(f"advantage {settings.advantage} needs {text}")
+
         trained_policy = self._trains_policy
-        learning_rates = {}
-        for name in self.trained_models:
-            learning_rates[LEARNING_RATES[name]] = self._learning_rate(name)
+        learning_rates = {LEARNING_RATES[name]: self._learning_rate(name) for name in self.trained_models}
 
         step_stats, num_epochs = self._train_epochs(experience)
         self._check_weights()
         self.optimizer.zero_grad(set_to_none=True)  # the memory of the gradients is for the next rollout
+
         self.scheduler.step()
         self.updates += 1
         if self.average:
@@ -371,6 +383,7 @@ class PPOTrainer:
         minibatches = experience.minibatches
         steps: list[Stats] = []
         self.engine_has_weights = False
+
         with self.ref_on_device() if needs_ref else nullcontext():
             for epoch in track_progress("update: epoch", range(settings.num_ppo_epochs)):
                 if epoch > 0:
@@ -378,6 +391,7 @@ class PPOTrainer:
                 for minibatch in track_progress("minibatch", minibatches):
                     stats = self._train_minibatch(experience, minibatch, epoch)
                     steps.append(stats)
+
                 if settings.early_stopping and stats["policy/policykl"] > 1.5 * settings.target_kl:
                     break
         return steps, epoch + 1
@@ -387,8 +401,7 @@ class PPOTrainer:
         norms: dict[str, Tensor] = {}
         for name, model in self.trained_models.items():
             norms[name] = self.parallel.trainable_norm(model)
-        for name, norm in norms.items():
-            monitor.check_finite(f"a weight of the {name} model", norm, self.updates + 1)
+            monitor.check_finite(f"a weight of the {name} model", norms[name], self.updates + 1)
         self.parallel.check_replicas(norms)
 
     def _learning_rate(self, name: str) -> float:
@@ -400,9 +413,10 @@ class PPOTrainer:
     def _train_minibatch(self, experience: Experience, minibatch: MinibatchRows, epoch: int = 0) -> Stats:
         """Take one optimizer step on the mean loss over the minibatch's response tokens; return its metrics."""
         runner = self.model_runner
-        num_tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
+        num_tokens = int(experience.mask[torch.cat(minibatch)].sum())
         results = []
         self.optimizer.zero_grad(set_to_none=True)
+
         with (
             self.parallel.minibatch_context(),
             forward.gradient_checkpointing(*self.trained_models.values()),
@@ -447,12 +461,15 @@ class PPOTrainer:
         """Add the gradient of the language-model loss over ptx rows, one sampled for each episode of the minibatch."""
         if not self.ptx or not self._trains_policy:
             return {}
+
         ptx_rows = self._draw_ptx_rows(minibatch, epoch)
         all_rows = torch.arange(len(ptx_rows), device=ptx_rows.ids.device)
         micro_batches = self._split_minibatch(ptx_rows, all_rows)
         num_tokens = int(ptx_rows.response_mask.sum())
+
         loss = 0.0
-        for rows, is_real in self.parallel.micro_batches_of_rank(micro_batches):
+        assigned = self.parallel.micro_batches_of_rank(micro_batches)
+        for rows, is_real in assigned:
             micro_batch = ptx_rows.micro_batch(rows)
             loss += self.model_runner.backward_ptx(micro_batch, is_real / num_tokens)
         return {"loss/ptx_avg": loss}
@@ -474,14 +491,14 @@ class PPOTrainer:
             if rank.error:
                 raise rank.error
 
-        norms: dict[str, Tensor] = {}
+        norms: Stats = {}
         for name, model in self.trained_models.items():
             self.parallel.all_reduce_gradients(model)
-            norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
-        for name, norm in norms.items():
+            norm = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
             monitor.check_finite(f"{name} gradient", norm, self.updates + 1)
+            norms[f"{name}/grad_norm"] = float(norm)
         self.optimizer.step()
-        return {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}
+        return norms
 
     @contextmanager
     def averaged_policy(self) -> Iterator[None]:
@@ -506,6 +523,7 @@ class PPOTrainer:
             "kl_coef": self.kl_coef,
             "moments": asdict(self.score_moments),
         }
+
         for name, part in self._stateful_parts().items():
             frozen = self._frozen_keys.get(name, set())
             state[name] = {key: value for key, value in part.state_dict().items() if key not in frozen}
@@ -521,6 +539,7 @@ class PPOTrainer:
                 self._load_weights(name, part, state[name])
             else:
                 part.load_state_dict(state[name])
+
         self.updates = state["updates"]
         self.kl_coef = state["kl_coef"]
         self.score_moments = RunningMeanStd(**state["moments"])
@@ -536,7 +555,8 @@ class PPOTrainer:
     def _load_weights(self, name: str, model: Any, weights: dict[str, Tensor]) -> None:
         """Load all weights of a trained model that are not frozen. Raises ValueError for others."""
         missing, unexpected = model.load_state_dict(weights, strict=False)
-        wrong = unexpected or sorted(set(missing) - self._frozen_keys[name])
+        lacking = set(missing) - self._frozen_keys[name]
+        wrong = unexpected or sorted(lacking)
         if wrong:
             raise ValueError(f"the state does not fit the {name} model: {wrong[0]}")
 
@@ -544,13 +564,13 @@ class PPOTrainer:
 
     def _check_engine(self, experience: Experience) -> None:
         """Raise RLHFError R19 if the engine's log-probs differ by more than max_logprob_gap nats on average."""
-        gaps = experience.logprob_gap
-        mean = float(gaps.mean()) if len(gaps) else 0.0
+        mean = float(experience.logprob_gap.mean())  # NaN without the engine's
         limit = self.settings.max_logprob_gap
         if mean > limit:
             cause, hint = self._gap_cause(experience)
-            text = f"step {self.updates + 1}: the engine's log-probs differ from the policy's by {mean:.3g} nats "
-            text += f"a token, more than ppo.max_logprob_gap {limit:g}: {cause}; nothing was trained on them"
+            difference = f"the engine's log-probs differ from the policy's by {mean:.3g} nats a token"
+            text = f"step {self.updates + 1}: {difference}, more than ppo.max_logprob_gap {limit:g}"
+            text = f"{text}: {cause}; nothing was trained on them"
             raise RLHFError("R19", text, hint=f"the same command resumes; {hint}")
 
     def _gap_cause(self, experience: Experience) -> tuple[str, str]:
@@ -559,9 +579,11 @@ class PPOTrainer:
         gaps = torch.zeros_like(experience.logprobs)
         gaps[experience.mask] = experience.logprob_gap
         row = int(gaps.sum(1).argmax())
-        one = experience.rollout.rows(slice(row, row + 1))
 
-        gap = self._gap_alone(one, experience.logprobs[row : row + 1])
+        part = slice(row, row + 1)
+        one = experience.rollout.rows(part)
+
+        gap = self._gap_alone(one, experience.logprobs[part])
         if gap > limit:
             cause = f"the policy's passes over a batch differ by {gap:.2g} nats a token from those of row {row} alone"
             return cause, "set ppo.packing: false, or ppo.per_device_train_batch_size: 1"
@@ -576,10 +598,12 @@ class PPOTrainer:
 
     def _draw_again(self, engine: HFEngine, one: Rollout, row: int) -> Rollout:
         """Return the response to the prompt of a rollout of one row, `row` of the last one, drawn alone."""
+        width = one.prompt_width
+        seed = derive_seed(self.seed, "sample", self.updates, row)
         prompt = Prompts(
-            one.ids[:, : one.prompt_width],
-            one.mask[:, : one.prompt_width],
-            seeds=(derive_seed(self.seed, "sample", self.updates, row),),
+            one.ids[:, :width],
+            one.mask[:, :width],
+            seeds=(seed,),
             response_length=one.response_mask.shape[1],
         )
         with self.parallel.gathered_model(engine.model):
@@ -588,11 +612,10 @@ class PPOTrainer:
     def _gap_alone(self, row: Rollout, logprobs: Tensor) -> float:
         """Return the mean difference, in nats a token, of `logprobs` (1, R) from those of a rollout of one row."""
         micro_batch = torch.zeros(1, dtype=torch.int64, device=row.ids.device)
-        minibatch = (micro_batch,)
         with self.ref_on_device():
-            outputs = self._forward(row, (minibatch,))
-        gaps = (outputs["logprobs"] - logprobs)[row.response_mask]
-        return float(gaps.abs().mean())
+            outputs = self._forward(row, [micro_batch])
+        gaps = outputs["logprobs"] - logprobs
+        return float(gaps[row.response_mask].abs().mean())
 
 
 def _check_engine_settings(engine: RolloutEngine, settings: PPOSettings) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -19,7 +19,7 @@ from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError
 from rlhf_cli.models import devices, forward
-from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop, right_pad, stop_ids
+from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, right_pad, stop_ids
 
 NOISE_FACTOR = 4.0  # a gap of so many times that of the reference's weights is no rounding
 MIN_GAP_LIMIT = 1e-4  # nats: two float32 implementations agree to 1e-5
@@ -28,7 +28,9 @@ MAX_ATTEMPTS = 5  # of what a server does that is lost in between
 HEALTH_INTERVAL_S = 2.0
 HEALTH_TIMEOUT_S = 10.0
 HTTP_NOT_FOUND = 404
-PLAIN_SAMPLING = {  # what a server may do besides temperature, switched off
+PLAIN_SAMPLING = {  # what a server may do besides temperature, switched off; it answers ids and their log-probs
+    "return_token_ids": True,
+    "logprobs": 0,
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -64,12 +66,12 @@ class VLLMClient:
 
         async def send() -> list[bytes]:
             async with self.client.connections() as connections:
-                requests = []
-                for body in bodies:
+
+                def request(body: Any) -> Awaitable[bytes]:
                     data = None if body is None else json.dumps(body).encode()
-                    request = self.client.request(connections, self.url + path, data)
-                    requests.append(request)
-                return await asyncio.gather(*requests)
+                    return self.client.request(connections, self.url + path, data)
+
+                return await asyncio.gather(*map(request, bodies))
 
         try:
             answers = asyncio.run(send())
@@ -85,6 +87,7 @@ class VLLMClient:
         """Wait until the server answers. Raises RLHFError R20 after `seconds`."""
         probe = replace(self, client=HTTPClient(HEALTH_TIMEOUT_S, 0))
         end = time.monotonic() + seconds
+
         while True:
             try:
                 probe.call("/health")
@@ -97,12 +100,13 @@ class VLLMClient:
     def read_models(self, needed_tokens: int) -> None:
         """Read what the server serves. Raises RLHFError R20 if its rows are shorter than `needed_tokens`."""
         models = self.call("/v1/models").get("data") or []
-        bases = [model for model in models if not model.get("parent")]
-        if not bases:
+        base = next((model for model in models if not model.get("parent")), None)
+        if base is None:
             raise self.error("/v1/models names no model: is it a vLLM server?")
-        self.served = bases[0]["id"]
+        self.served = base["id"]
         self.loaded = [model["id"] for model in models if model.get("parent")]
-        limit = bases[0].get("max_model_len") or needed_tokens
+
+        limit = base.get("max_model_len") or needed_tokens
         if limit < needed_tokens:
             text = f"serves rows of {limit} tokens; prompt and response have up to {needed_tokens}"
             raise self.error(text, hint=f"start it with --max-model-len {needed_tokens}")
@@ -112,13 +116,16 @@ class VLLMClient:
         if self.sync == "lora":
             self._load_adapter(version, folder)
             return version
+
         self.call("/pause?mode=wait", {})
         try:
-            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            arguments = {"weights_path": str(folder)}
+            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
             self.call("/reset_prefix_cache", {})
             self.call("/update_weight_version", {"new_version": version})
         finally:
             self.call("/resume", {})
+
         self.require_version(version)
         return self.served
 
@@ -127,6 +134,7 @@ class VLLMClient:
         if version not in self.loaded:
             self.call("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
             self.loaded.append(version)
+
         run = _run_of(version)
         ours = [name for name in self.loaded if _run_of(name) == run]
         for name in ours[:-2]:
@@ -137,22 +145,22 @@ class VLLMClient:
         """Raise ServerLostError if the server has other whole weights."""
         if self.sync != "disk":
             return
+
         found = self.call("/weight_info").get("weight_version")
         if found != version:
             raise ServerLostError(f"/weight_info answered version {found!r}, not {version!r}")
 
-    def complete(self, name: str, rows: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[Any]:
-        """Return the choice of each row of ids, which the server continues by its `options`."""
+    def complete(self, rows: Sequence[list[int]], seeds: Sequence[int], options: dict[str, Any]) -> list[Any]:
+        """Return the choice of each row of ids, which the server continues by `options` and the row's seed."""
         bodies = []
-        for ids, option in zip(rows, options, strict=True):
-            body = {"model": name, "return_token_ids": True, "logprobs": 0, **PLAIN_SAMPLING, "prompt": ids, **option}
+        for ids, seed in zip(rows, seeds, strict=True):
+            body = {**PLAIN_SAMPLING, **options, "prompt": ids, "seed": seed}
             bodies.append(body)
         answers = self.call_all("/v1/completions", bodies)
 
         choices = []
         for ids, answer in zip(rows, answers, strict=True):
-            answered = answer.get("choices") or [{}]
-            choice = answered[0]
+            choice, *_ = answer.get("choices") or [{}]
             read = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
             if read != ids:
                 raise self.error(f"read other tokens than the prompt's: {str(read)[:80]}")
@@ -180,34 +188,13 @@ def _run_of(version: str) -> str:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A response to a prompt of the probe."""
+    """A response to a prompt of the probe, with numbers of each token, (n,) float32."""
 
-    tokens: list[int]
-    logprobs: Tensor  # (n,) float32: by the trainer
-
-
-@dataclass(frozen=True)
-class RowLogprobs:
-    """Log-probs of a response's tokens, and what they are on average over the draws of each, (n,) float32."""
-
-    logprobs: Tensor
-    entropy: Tensor  # mean of -log p
-    variance: Tensor  # of log p
-
-    @classmethod
-    def concat(cls, rows: Sequence["RowLogprobs"]) -> "RowLogprobs":
-        """Return the tokens of all rows as one."""
-        return cls(
-            torch.cat([row.logprobs for row in rows]),
-            torch.cat([row.entropy for row in rows]),
-            torch.cat([row.variance for row in rows]),
-        )
-
-    @property
-    def surprise(self) -> float:
-        """Sum of -log p - entropy, in its standard errors: near 0 for tokens drawn from p."""
-        total = float((-self.logprobs - self.entropy).sum())
-        return total / math.sqrt(float(self.variance.sum()) or 1.0)
+    tokens: Tensor  # (n,) int64
+    theirs: Tensor  # log-prob by the server
+    logprobs: Tensor  # by the trainer
+    surprise: Tensor  # by the trainer: -log p - entropy
+    variance: Tensor  # by the trainer: of log p
 
 
 @dataclass
@@ -257,9 +244,11 @@ class VLLMEngine:
         """Write the policy's weights, make the server load them, and check that it has them."""
         if not distributed.is_main_process():  # it alone draws
             return
+
         self.policy = policy
         self.update = update
         self.served = ""
+
         if self.noise is None:
             self._retry(self._start)
         self.weights = self.write("policy", update)
@@ -276,30 +265,29 @@ class VLLMEngine:
             except ServerLostError as error:
                 problem = str(error)
                 self.served = ""
-                self.report(f"the server {problem}; ppo waits up to {self.max_wait:.0f} s, and sends the weights again")
+                wait = f"{self.max_wait:.0f} s"
+                self.report(f"the server {problem}; ppo waits up to {wait}, and sends the weights again")
                 self.server.wait(self.max_wait)
                 self.server.read_models(self.longest_row)
         raise self.server.error(f"{problem} ({MAX_ATTEMPTS} attempts)")
 
     def _start(self) -> None:
         """Measure how far the server's log-probs are from the trainer's for the weights of the reference."""
-        weights = None
-        if self.server.sync == "disk":
-            weights = self.write("reference", 0)  # the server may start from them
+        weights = self.write("reference", 0) if self.server.sync == "disk" else None  # the server may start from them
         self.server.wait(self.max_wait)
         self.server.read_models(self.longest_row)
 
-        name = self.server.served
-        if weights:
-            name = self.server.load(*weights)
+        name = self.server.load(*weights) if weights else self.server.served
         self.noise = self._check(name, self.ref, self.max_gap)
 
     def _load(self) -> None:
         """Load `weights` and check them."""
         assert self.noise is not None
         served = self.server.load(*self.weights)
-        limit = max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise)
-        self._check(served, self.policy, min(self.max_gap, limit))
+
+        least = max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise)
+        limit = min(self.max_gap, least)
+        self._check(served, self.policy, limit)
         self.served = served
 
     def _check(self, name: str, model: Any, limit: float) -> float:
@@ -307,32 +295,24 @@ class VLLMEngine:
 
         Raises RLHFError R19 for the weights of the check before, a gap above `limit`, draws of another distribution.
         """
-        rollout = self._draw(name, self.probe)
-        assert rollout.logprobs is not None
-        on_device = rollout.to(model.device)
-        theirs = []
-        rows = []
-        drawn = []
-        for row, length in enumerate(rollout.response_lengths.tolist()):
-            own = self._logprobs(model, on_device, row)
-            theirs.append(rollout.logprobs[row, :length])
-            rows.append(own)
-            drawn.append(Drawn(rollout.response_tokens(row), own.logprobs))
-        if self.before and _has_old_weights(theirs, drawn, self.before):
+        rollout = self._draw(name, self.probe).to(model.device)
+        drawn = [self._read_row(model, rollout, row) for row in range(len(rollout))]
+        if self.before and _has_old_weights(drawn, self.before):
             raise self._error("still has the weights of the sync before: those of the last update did not arrive")
 
-        ours = RowLogprobs.concat(rows)
-        gap = float((torch.cat(theirs) - ours.logprobs).abs().mean())
+        gaps = torch.cat([row.theirs - row.logprobs for row in drawn])
+        gap = float(gaps.abs().mean())
         if not gap <= limit:
             what = "models.sft" if self.noise is None else "the policy, or only a part of them"
             causes = "old head, old prefix cache, other adapter, penalty, or no --logprobs-mode processed_logprobs"
             difference = f"its log-probs differ by {gap:.3g} nats a token, more than {limit:.3g}"
             raise self._error(f"does not draw from the weights of {what}: {difference} ({causes})")
 
-        errors = ours.surprise
+        errors = _surprise(drawn)
         if abs(errors) > MAX_STANDARD_ERRORS:
             difference = f"-log p of its draws is {errors:+.1f} standard errors from the entropy"
             raise self._error(f"draws from another distribution: {difference} (a filter such as top_k, a temperature)")
+
         self.before = drawn
         return gap
 
@@ -341,33 +321,44 @@ class VLLMEngine:
         text = f"step {self.update + 1}: the server at {self.server.url} {text}; nothing was trained on its draws"
         return RLHFError("R19", text, hint="the same command resumes; docs/engines.md has the causes")
 
-    def _logprobs(self, model: Any, rollout: Rollout, row: int) -> RowLogprobs:
-        """Return the log-probs of a row's response tokens by `model`, on the CPU."""
+    def _read_row(self, model: Any, rollout: Rollout, row: int) -> Drawn:
+        """Return a row's response with its log-probs by the server and by `model`, on the CPU."""
+        assert rollout.logprobs is not None
         rows = torch.tensor([row], device=rollout.ids.device)
         micro_batch = rollout.micro_batch(rows)
+        theirs = rollout.logprobs[micro_batch.response_index]
         with torch.no_grad(), devices.autocast(bf16=self.bf16, on=model.device):
             logits = forward.response_logits(model, micro_batch)  # (N, V)
-        log_p = (logits.float() / self.temperature).log_softmax(-1)
+
+        scaled = logits.float() / self.temperature
+        log_p = scaled.log_softmax(-1)
         logprobs = log_p.gather(1, micro_batch.response_ids[:, None])[:, 0]
 
         p = log_p.exp()
         entropy = -(p * log_p).sum(-1)
         mean_square = (p * log_p.square()).sum(-1)
         variance = mean_square - entropy.square()
-        return RowLogprobs(logprobs.cpu(), entropy.cpu(), variance.cpu())
+        surprise = -logprobs - entropy
+
+        return Drawn(
+            micro_batch.response_ids.cpu(),
+            theirs.cpu(),
+            logprobs.cpu(),
+            surprise=surprise.cpu(),
+            variance=variance.cpu(),
+        )
 
     def _draw(self, name: str, prompts: Prompts) -> Rollout:
         """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""
-        prompt_ids = prompts.ids.cpu()
-        prompt_mask = prompts.mask.cpu()
         limit = prompts.response_length
-        rows = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
-        sampling = {
+        rows = [ids[mask].tolist() for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
+        options = {
+            "model": name,
             "temperature": self.temperature,
             "max_tokens": limit,
-            "stop_token_ids": list(stop_ids(self.stop_token_id)),
+            "stop_token_ids": stop_ids(self.stop_token_id),
         }
-        choices = self.server.complete(name, rows, [{**sampling, "seed": seed} for seed in prompts.seeds])
+        choices = self.server.complete(rows, prompts.seeds, options)
 
         tokens: list[list[int]] = []
         values: list[float] = []
@@ -379,12 +370,12 @@ class VLLMEngine:
         responses, response_mask = right_pad(tokens, self.pad_token_id)
         logprobs = torch.zeros(response_mask.shape)
         logprobs[response_mask] = torch.tensor(values)
-        stopped = is_stop(responses, self.stop_token_id) & response_mask
-        return Rollout(
-            torch.cat([prompt_ids, responses], 1),
-            torch.cat([prompt_mask, response_mask], 1),
+
+        return Rollout.of_responses(
+            prompts,
+            responses,
             response_mask,
-            stopped.any(1),
+            stop_token_id=self.stop_token_id,
             logprobs=logprobs,
         )
 
@@ -393,24 +384,30 @@ class VLLMEngine:
         ids = choice.get("token_ids")
         answered = choice.get("logprobs") or {}
         values = answered.get("token_logprobs")
-        problem = "gives no token ids with their log-probs (return_token_ids, logprobs)"
-        if not isinstance(ids, list) or not isinstance(values, list):
-            raise self.server.error(problem)
-        length = len(ids)
-        if not ids or len(values) != length:
-            raise self.server.error(problem)
+        if not (isinstance(ids, list) and isinstance(values, list) and ids and len(ids) == len(values)):
+            raise self.server.error("gives no token ids with their log-probs (return_token_ids, logprobs)")
 
-        *before, last = [token in stop_ids(self.stop_token_id) for token in ids]
+        length = len(ids)
+        stops = stop_ids(self.stop_token_id)
+        *before, last = [token in stops for token in ids]
         is_complete = last or length == limit
         if any(before) or not is_complete or length > limit:
             raise self.server.error(f"ended a response after {length} of {limit} tokens with token {ids[-1]}")
+
         for value in values:
             if not isinstance(value, float | int) or not math.isfinite(value):
                 raise self.server.error("gave a log-prob that is not finite")
         return ids, values
 
 
-def _has_old_weights(theirs: list[Tensor], now: list[Drawn], before: list[Drawn]) -> bool:
+def _surprise(drawn: list[Drawn]) -> float:
+    """Return the sum of -log p - entropy, in its standard errors: near 0 for tokens drawn from p."""
+    total = torch.cat([row.surprise for row in drawn]).sum()
+    variance = torch.cat([row.variance for row in drawn]).sum()
+    return float(total) / math.sqrt(float(variance) or 1.0)
+
+
+def _has_old_weights(now: list[Drawn], before: list[Drawn]) -> bool:
     """Return True if a server's log-probs are those of the weights before, at tokens that it drew both times.
 
     By least squares on the way from the old log-probs (0) to the new ones (1), and its standard error: rounding hides
@@ -418,26 +415,25 @@ def _has_old_weights(theirs: list[Tensor], now: list[Drawn], before: list[Drawn]
     """
     ways = []
     moves = []
-    for row, new, old in zip(theirs, now, before, strict=True):
+    for new, old in zip(now, before, strict=True):
         same = _num_equal(new.tokens, old.tokens)
-        ways.append(new.logprobs[:same] - old.logprobs[:same])
-        moves.append(row[:same] - old.logprobs[:same])
+        start = old.logprobs[:same]
+        ways.append(new.logprobs[:same] - start)
+        moves.append(new.theirs[:same] - start)
 
     way = torch.cat(ways)
     moved = torch.cat(moves)
     length = float(way.square().sum())
     if not length:
         return False
+
     at = float((moved * way).sum()) / length
     rest = float((moved - at * way).square().mean())
     return at + MAX_STANDARD_ERRORS * math.sqrt(rest / length) < 0.5
 
 
-def _num_equal(tokens: list[int], others: list[int]) -> int:
-    """Return how many tokens two lists have in common from the start."""
-    count = 0
-    for one, other in zip(tokens, others, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+def _num_equal(tokens: Tensor, others: Tensor) -> int:
+    """Return how many tokens two rows have in common from the start."""
+    width = min(len(tokens), len(others))
+    is_equal = tokens[:width] == others[:width]
+    return int(is_equal.cumprod(0).sum())
