@@ -32,11 +32,9 @@ import safetensors.torch
 import torch
 import yaml
 
-from benchmarks.gpu import SHAPES
 from benchmarks.placement import MODELS, STAGES, write_inputs
 from benchmarks.speed.processes import child_environment, fail
 from rlhf_cli.jsonl import read_jsonl
-from rlhf_cli.models import tokenizers
 
 STEPS = {"max_steps": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 FEW: dict[str, dict[str, Any]] = {
@@ -52,7 +50,7 @@ WORDS = {"prompt": 24, "answer": 48}
 WHOLE_PPO = {"total_episodes": 40 * 128, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 2}
 
 
-# In the process of a stage
+# In the process of a stage: it imports transformers after `counting_reads` has replaced safetensors' functions
 
 
 def run_stage(stage: str, config: str) -> dict[str, Any]:
@@ -157,6 +155,9 @@ def prepare(folder: Path, model: str, adapters: str) -> Path:
 def prepare_whole(folder: Path, pairs: Path, gpu: str | None) -> Path:
     """Write a base model of random weights and the run's folder, as it is but for the size of PPO."""
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from benchmarks.gpu import SHAPES
+    from rlhf_cli.models import tokenizers
 
     run = folder / "run"
     if run.exists():
