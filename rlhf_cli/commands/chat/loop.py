@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.chat.models import ChatModels, display_name, load_models, resolve_models
 from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, ReplySampling
 from rlhf_cli.commands.chat.slash_commands import QUOTES, run_command
+from rlhf_cli.commands.common.models import ChatModels, display_name, load_models, resolve_models
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.jsonl import decode

@@ -1,4 +1,4 @@
-"""The models of a chat: those that reply, resolved from a run and loaded, and the sources that score replies."""
+"""Policies that answer, resolved from a run and loaded, and the sources that score answers."""
 
 import math
 from collections.abc import Mapping
