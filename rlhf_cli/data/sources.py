@@ -18,7 +18,7 @@ import orjson
 
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource, is_hub_id, split_hub_id, split_name, suffix
-from rlhf_cli.data import folders
+from rlhf_cli.data import folders, labels
 from rlhf_cli.data.readers import READERS, RowIterator, read
 from rlhf_cli.errors import Problem, RLHFError, short_reason, shown
 from rlhf_cli.jsonl import open_data
@@ -28,6 +28,8 @@ MAX_DOWNLOAD_BYTES = 20e9  # larger datasets are not downloaded automatically
 
 def raw_rows(source: DataSource) -> RowIterator:
     """Yield each row with its location, at most `max_rows` of them. Raises RLHFError D01-D04, D12."""
+    if labels.is_labels_folder(Path(source.name)):
+        return islice(labels.preference_pairs_of(Path(source.name)), source.max_rows)
     return islice((row for path in locate_files(source) for row in read(path, source.where)), source.max_rows)
 
 
@@ -51,6 +53,8 @@ def locate_files(source: DataSource) -> list[Path]:
     if is_hub_id(name):
         return _hub_files(source, name, split)
     path = Path(name)
+    if labels.is_labels_folder(path):
+        return [path / labels.LABELS]
     if os.path.isdir(path):
         return _folder_files(source, path, split)
     open_data(path, source.where).close()  # fail now if the file is missing, unreadable or a pipe

@@ -1,0 +1,227 @@
+"""What `rlhf label` reads of a run: the policies that answer, the prompts, and how answers are drawn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli import config as configs
+from rlhf_cli import data, terminal
+from rlhf_cli.commands.common.models import ChatModels, load_models, resolve_models
+from rlhf_cli.commands.label.candidates import CandidateSampler
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.data.datasets import Rows
+from rlhf_cli.data.sampling import prompt_batch
+from rlhf_cli.data.sources import is_local
+from rlhf_cli.data.texts import prompt_key
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.files import files_sha256, read_json_object, write_json
+from rlhf_cli.models import load, tokenizers
+from rlhf_cli.runs.layout import POLICY_STAGES
+from rlhf_cli.runs.resolve import LAST
+from rlhf_cli.stages.common import reading
+
+SETTINGS = "settings.json"  # what decides the candidates of a folder
+NO_PROMPTS = "none"  # of a run without ppo.yaml
+ORDERS = ("random", "uncertain")
+
+
+@dataclass(frozen=True)
+class LabelOptions:
+    """Options of the command line; None: as in the run's config."""
+
+    sources: str | None = None  # --from
+    compare: str | None = None
+    prompts: Path | None = None
+    answers: int = 2
+    order: str = "random"
+    n: int = 100
+    name: str | None = None
+    seed: int = 0
+    annotators: str = "me"
+    overlap: float = 0.2
+    by: str | None = None
+    terminal: bool = False
+    port: int = 0
+    export: Path | None = None
+
+    @property
+    def folder_name(self) -> str:
+        """Return NAME of RUN/labels/NAME: what was given, or what the labels are."""
+        if self.name is not None:
+            return self.name
+        if self.compare is not None:
+            return "compare"
+        return self.by.replace(":", ".") if self.by else "people"
+
+    @property
+    def scores(self) -> bool:
+        """Return True if the order of the pairs needs the scores of reward models."""
+        return self.order == "uncertain"
+
+
+@dataclass(frozen=True)
+class LabelInputs:
+    """The run to label answers of."""
+
+    run: Path
+    models: ChatModels  # those that answer
+    tokenizer: Any
+    prompts: Rows[data.Prompt]
+    rows: list[int]  # of the prompts that may be answered, in the order in which they are
+
+    @property
+    def config(self) -> PPOConfig:
+        return self.models.config
+
+
+def resolve_run(folder: Path) -> tuple[Path, ChatModels]:
+    """Return the folder of the run, and its newest policy with what belongs to it."""
+    models = resolve_models(folder, None, LAST, None)
+    run = folder.parent if models.models[0].parent.path == folder else folder
+    return run, models
+
+
+def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> LabelInputs:
+    """Resolve the policies and read the prompts; load no model.
+
+    Raises RLHFError as `resolve_models` and `reading.read_prompts`, and C11 for options that do not fit.
+    """
+    if label_options.order not in ORDERS:
+        raise RLHFError("C07", f"--order {label_options.order}: not one of {', '.join(ORDERS)}")
+    run, newest = resolve_run(folder)
+    models = _resolve_policies(run, newest, label_options)
+    first = models.models[0].parent
+    tokenizer = tokenizers.load_tokenizer(first.model, trust_remote_code=options.trust_remote_code)
+    model_config = load.read_config(first.model, options.trust_remote_code)
+    length = models.config.ppo.max_response_length
+
+    config = _prompt_config(run, models.config, label_options)
+    prompts = reading.read_prompts(config, "data.prompts", tokenizer, model_config, length)
+    rows = prompt_batch(len(prompts), 1, len(prompts), label_options.seed)
+    if label_options.compare is None:
+        rows = _without_held_out(rows, prompts, _held_out(run, models.config))
+    return LabelInputs(run, models, tokenizer, prompts, rows)
+
+
+def _resolve_policies(run: Path, newest: ChatModels, label_options: LabelOptions) -> ChatModels:
+    """Return the models that --from or --compare names; without either the run's newest policy."""
+    if label_options.compare is not None:
+        if label_options.sources is not None:
+            raise RLHFError("C11", "--compare and --from both select the models", hint="omit --from")
+        return resolve_models(run, None, LAST, label_options.compare)
+    if label_options.sources is None:
+        return newest
+
+    names = label_options.sources.split(",")
+    if len(set(names)) < len(names) or not all(names):
+        text = f"--from {label_options.sources}: name each model once"
+        raise RLHFError("C11", text, hint="--from sft,ppo")
+    resolved = []
+    for name in names:
+        found = (
+            resolve_models(run, name, LAST, None)
+            if name in POLICY_STAGES
+            else resolve_models(Path(name), None, LAST, None)
+        )
+        resolved.append(replace(found.models[0], name=name))
+    return replace(newest, models=resolved)
+
+
+def _prompt_config(run: Path, config: PPOConfig, label_options: LabelOptions) -> PPOConfig | EvalConfig:
+    """Return the config whose data.prompts are to be answered."""
+    if label_options.compare is not None:
+        if label_options.prompts is not None:
+            text = "--compare takes the held-out prompts of the run's eval.yaml"
+            raise RLHFError("C11", text, hint="omit --prompts, or name models with --from in place of --compare")
+        return _evaluation(run)
+    if label_options.prompts is not None:
+        changed = {"prompts": str(label_options.prompts.resolve()), "columns": {}}
+        return config.model_copy(update={"data": config.data.model_copy(update=changed)})
+    if config.data.prompts == NO_PROMPTS:
+        raise RLHFError("C11", f"{shown(run)} has no ppo.yaml that names prompts", hint="name a file: --prompts FILE")
+    return config
+
+
+def _evaluation(run: Path) -> EvalConfig:
+    """Return the run's eval.yaml. Raises RLHFError as `config.load`."""
+    config = configs.load("eval", run / "eval.yaml")
+    assert isinstance(config, EvalConfig)
+    return config
+
+
+def _held_out(run: Path, config: PPOConfig) -> frozenset[bytes]:
+    """Return the keys of the prompts that the run evaluates with."""
+    sources = [source for key, source in config.sources().items() if key == "data.eval_prompts"]
+    if (run / "eval.yaml").is_file():
+        sources.append(_evaluation(run).sources()["data.prompts"])
+    keys: frozenset[bytes] = frozenset()
+    for source in sources:
+        if is_local(source):
+            keys |= data.prompt_rows(source, None, max_length=None).prompts
+    return keys
+
+
+def _without_held_out(rows: Sequence[int], prompts: Rows[data.Prompt], held_out: frozenset[bytes]) -> list[int]:
+    """Return the rows of prompts that are not held out; say how many are omitted. Raises RLHFError D05 for none."""
+    kept = [row for row in rows if prompt_key(prompts[row].text) not in held_out]
+    left_out = len(rows) - len(kept)
+    if not kept:
+        text = f"the run evaluates with all of these {len(rows)} prompts"
+        hint = "name other prompts: --prompts FILE; --compare compares two models on held-out prompts"
+        raise RLHFError("D05", text, where=prompts.source.shown(), hint=hint)
+    if left_out:
+        terminal.say(f"label    {left_out} of {len(rows)} prompts omitted: the run evaluates with them")
+    return kept
+
+
+def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Options) -> CandidateSampler:
+    """Load the policies, and for `--order uncertain` the run's reward models. Raises RLHFError as `load_models`."""
+    models = inputs.models
+    rewards = [name for name in models.rewards if models.config.rewards[name].kind in ("model", "models")]
+    if label_options.scores and not rewards:
+        reason = "; ".join(models.missing) or "the run has none"
+        raise RLHFError("C11", f"--order uncertain needs a reward model: {reason}", hint="--order random")
+
+    needed = replace(models, sft=None, rewards=rewards if label_options.scores else [], missing=[])
+    policies, scorer = load_models(needed, options)
+    if scorer.missing:
+        raise RLHFError("C11", f"--order uncertain: {scorer.missing[0]}", hint="--order random")
+    settings = models.config.ppo
+    return CandidateSampler(
+        policies=policies,
+        scorer=scorer,
+        prompts=inputs.prompts,
+        temperature=settings.temperature,
+        response_length=settings.max_response_length,
+        per_prompt=label_options.answers,
+        seed=label_options.seed,
+        batch_size=settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size,
+        scores=label_options.scores,
+    )
+
+
+def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions) -> None:
+    """Write what decides the candidates of a new folder. Raises RLHFError C15 if the folder's were drawn otherwise."""
+    settings = {
+        "policies": {model.name: model.sha256 for model in inputs.models.models},
+        "prompts": files_sha256(sorted({prompt.location.path for prompt in inputs.prompts})),
+        "answers": label_options.answers,
+        "seed": label_options.seed,
+        "temperature": inputs.config.ppo.temperature,
+        "response_length": inputs.config.ppo.max_response_length,
+        "scores": label_options.scores,
+    }
+    path = folder / SETTINGS
+    recorded = read_json_object(path)
+    if recorded is None:
+        write_json(path, settings)
+        return
+    for key, value in settings.items():
+        if recorded.get(key) != value:
+            text = f"{shown(folder)} holds answers drawn with other {key}"
+            if key not in ("policies", "prompts"):
+                text = f"{shown(folder)} holds answers drawn with {key} {recorded.get(key)}, not {value}"
+            raise RLHFError("C15", text, hint="write these to another folder: --name NAME")
