@@ -14,6 +14,7 @@ ANSWERS_TEXT = "Answers to each prompt; each two of them are a pair."
 ORDER_TEXT = "random, or uncertain: pairs first on which the reward model is least certain."
 NAME_TEXT = "Folder of the labels, RUN/labels/NAME. Default: people, compare, or the judge's name."
 EXPORT_TEXT = "Only write the labelled pairs {prompt, chosen, rejected} to FILE."
+PORT_TEXT = "Port of the page on 127.0.0.1. Default: a free one."
 OVERLAP_TEXT = "Share of the pairs that all annotators label."
 
 choices = completion.one_of
@@ -29,6 +30,7 @@ def label(
     answers: Annotated[int, option("--answers", "K", ANSWERS_TEXT, min=2, max=16)] = 2,
     order: Annotated[str, option("--order", "ORDER", ORDER_TEXT, choices(("random", "uncertain")))] = "random",
     at_terminal: Annotated[bool, flag("--terminal", "Label in the terminal, not in the browser.")] = False,
+    port: Annotated[int, option("--port", "N", PORT_TEXT, min=0, max=65535)] = 0,
     annotators: Annotated[str, option("--annotators", "a,b", "Names of those who label.")] = "me",
     overlap: Annotated[float, option("--overlap", "X", OVERLAP_TEXT, min=0.0, max=1.0)] = 0.2,
     export: Annotated[Path | None, option("--export", "FILE", EXPORT_TEXT)] = None,
@@ -57,6 +59,7 @@ def label(
         annotators=annotators,
         overlap=overlap,
         terminal=at_terminal,
+        port=port,
         export=export,
     )
     with system.translate_resource_errors(folder):

@@ -10,7 +10,13 @@ from rlhf_cli.commands.label.session import LabelSession, Pair
 from rlhf_cli.commands.label.store import LabelStore
 from rlhf_cli.runs import locks
 
-PAIRS = [Pair(f"{n}:0-1", f"prompt {n}", (f"one {n}", f"another {n}"), ("sft", "ppo")) for n in range(10)]
+
+def pairs(count: int) -> list[Pair]:
+    """Return pairs of two policies."""
+    return [Pair(f"{n}:0-1", f"prompt {n}", (f"one {n}", f"another {n}"), ("sft", "ppo")) for n in range(count)]
+
+
+PAIRS = pairs(10)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from rlhf_cli.commands.label.session import LabelSession, parse_annotators
 from rlhf_cli.commands.label.store import LabelStore
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.labels import LABELS, preference_pairs_of
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, install_hint, shown
 from rlhf_cli.files import make_folder
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.rewards.function import no_bytecode_files
@@ -52,7 +52,10 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
             seed=label_options.seed,
         )
         terminal.say(f"label    {len(pairs)} pairs in {shown(labels_folder)}: {session.done} of {session.total} labels")
-        label_at_terminal(session)
+        if label_options.terminal:
+            label_at_terminal(session)
+        else:
+            _serve(session, label_options.port)
     terminal.say(f"label    {session.done} of {session.total} labels in {shown(labels_folder / LABELS)}")
 
 
@@ -69,6 +72,16 @@ def _draw(folder: Path, inputs: LabelInputs, label_options: LabelOptions, option
         candidates.extend(sampler, needed)
     report_unusable(candidates.candidates)
     return candidates
+
+
+def _serve(session: LabelSession, port: int) -> None:
+    """Serve the page. Raises RLHFError E09 without the packages of the extra `label`."""
+    try:
+        from rlhf_cli.commands.label.server import serve
+    except ModuleNotFoundError as error:
+        hint = f"{install_hint('label')}, or label in the terminal: --terminal"
+        raise RLHFError("E09", f"the page needs {error.name}", hint=hint) from error
+    serve(session, port)
 
 
 def _annotators(label_options: LabelOptions) -> list[str]:
