@@ -13,6 +13,7 @@ PROMPTS_TEXT = "File of prompts. Default: those of PPO."
 ANSWERS_TEXT = "Answers to each prompt; each two of them are a pair."
 ORDER_TEXT = "random, or uncertain: pairs first on which the reward model is least certain."
 NAME_TEXT = "Folder of the labels, RUN/labels/NAME. Default: people, compare, or the judge's name."
+BY_TEXT = "A judge labels in place of people: one of eval.yaml, reward, or module:function."
 EXPORT_TEXT = "Only write the labelled pairs {prompt, chosen, rejected} to FILE."
 PORT_TEXT = "Port of the page on 127.0.0.1. Default: a free one."
 OVERLAP_TEXT = "Share of the pairs that all annotators label."
@@ -29,6 +30,7 @@ def label(
     name: Annotated[str | None, option("--name", "NAME", NAME_TEXT)] = None,
     answers: Annotated[int, option("--answers", "K", ANSWERS_TEXT, min=2, max=16)] = 2,
     order: Annotated[str, option("--order", "ORDER", ORDER_TEXT, choices(("random", "uncertain")))] = "random",
+    by: Annotated[str | None, option("--by", "JUDGE", BY_TEXT)] = None,
     at_terminal: Annotated[bool, flag("--terminal", "Label in the terminal, not in the browser.")] = False,
     port: Annotated[int, option("--port", "N", PORT_TEXT, min=0, max=65535)] = 0,
     annotators: Annotated[str, option("--annotators", "a,b", "Names of those who label.")] = "me",
@@ -58,6 +60,7 @@ def label(
         seed=seed,
         annotators=annotators,
         overlap=overlap,
+        by=by,
         terminal=at_terminal,
         port=port,
         export=export,

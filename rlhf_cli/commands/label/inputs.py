@@ -136,7 +136,7 @@ def _prompt_config(run: Path, config: PPOConfig, label_options: LabelOptions) ->
         if label_options.prompts is not None:
             text = "--compare takes the held-out prompts of the run's eval.yaml"
             raise RLHFError("C11", text, hint="omit --prompts, or name models with --from in place of --compare")
-        return _evaluation(run)
+        return evaluation(run)
     if label_options.prompts is not None:
         changed = {"prompts": str(label_options.prompts.resolve()), "columns": {}}
         return config.model_copy(update={"data": config.data.model_copy(update=changed)})
@@ -145,7 +145,7 @@ def _prompt_config(run: Path, config: PPOConfig, label_options: LabelOptions) ->
     return config
 
 
-def _evaluation(run: Path) -> EvalConfig:
+def evaluation(run: Path) -> EvalConfig:
     """Return the run's eval.yaml. Raises RLHFError as `config.load`."""
     config = configs.load("eval", run / "eval.yaml")
     assert isinstance(config, EvalConfig)
@@ -156,7 +156,7 @@ def _held_out(run: Path, config: PPOConfig) -> frozenset[bytes]:
     """Return the keys of the prompts that the run evaluates with."""
     sources = [source for key, source in config.sources().items() if key == "data.eval_prompts"]
     if (run / "eval.yaml").is_file():
-        sources.append(_evaluation(run).sources()["data.prompts"])
+        sources.append(evaluation(run).sources()["data.prompts"])
     keys: frozenset[bytes] = frozenset()
     for source in sources:
         if is_local(source):

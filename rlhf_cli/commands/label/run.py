@@ -8,6 +8,7 @@ from rlhf_cli.commands.label import inputs as label_inputs
 from rlhf_cli.commands.label.at_terminal import label_at_terminal
 from rlhf_cli.commands.label.candidates import CandidateFile, ordered_pairs, report_unusable
 from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions
+from rlhf_cli.commands.label.judging import label_by_judge, load_judge
 from rlhf_cli.commands.label.session import LabelSession, parse_annotators
 from rlhf_cli.commands.label.store import LabelStore
 from rlhf_cli.config.base import Options
@@ -52,7 +53,9 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
             seed=label_options.seed,
         )
         terminal.say(f"label    {len(pairs)} pairs in {shown(labels_folder)}: {session.done} of {session.total} labels")
-        if label_options.terminal:
+        if label_options.by is not None:
+            label_by_judge(session, load_judge(label_options.by, inputs, options))
+        elif label_options.terminal:
             label_at_terminal(session)
         else:
             _serve(session, label_options.port)
@@ -85,8 +88,12 @@ def _serve(session: LabelSession, port: int) -> None:
 
 
 def _annotators(label_options: LabelOptions) -> list[str]:
-    """Return the names of those who label."""
-    return [label_options.by] if label_options.by else parse_annotators(label_options.annotators)
+    """Return the names of those who label. Raises RLHFError C11."""
+    if label_options.by is None:
+        return parse_annotators(label_options.annotators)
+    if label_options.terminal:
+        raise RLHFError("C11", "--by and --terminal: either a judge labels or people do", hint="omit one of them")
+    return [label_options.by]
 
 
 def _labels_folder(run: Path, label_options: LabelOptions) -> Path:

@@ -1,7 +1,7 @@
 """Which pair an annotator sees next, and what is stored of the choice; the same for page, terminal and judge."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -68,10 +68,13 @@ class LabelSession:
 
     def next(self, annotator: str) -> Shown | None:
         """Return the annotator's next pair, None if all are labelled."""
+        return next(self.pending(annotator), None)
+
+    def pending(self, annotator: str) -> Iterator[Shown]:
+        """Yield the annotator's pairs that have no label."""
         for pair in self._assigned[annotator]:
             if self.store.get(pair.name, annotator) is None:
-                return self.show(pair, annotator)
-        return None
+                yield self.show(pair, annotator)
 
     def show(self, pair: Pair, annotator: str) -> Shown:
         """Return a pair in the order that this annotator sees it in, which depends on nothing else."""
