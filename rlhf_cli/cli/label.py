@@ -14,7 +14,9 @@ ANSWERS_TEXT = "Answers to each prompt; each two of them are a pair."
 ORDER_TEXT = "random, or uncertain: pairs first on which the reward model is least certain."
 NAME_TEXT = "Folder of the labels, RUN/labels/NAME. Default: people, compare, or the judge's name."
 BY_TEXT = "A judge labels in place of people: one of eval.yaml, reward, or module:function."
-EXPORT_TEXT = "Only write the labelled pairs {prompt, chosen, rejected} to FILE."
+EXPORT_TEXT = "Only write the labelled pairs {prompt, chosen, rejected} to FILE; with --format all pairs."
+IMPORT_TEXT = "Add the labels of a file that the tool of --format exported."
+FORMAT_TEXT = "argilla or labelstudio."
 PORT_TEXT = "Port of the page on 127.0.0.1. Default: a free one."
 OVERLAP_TEXT = "Share of the pairs that all annotators label."
 
@@ -36,6 +38,8 @@ def label(
     annotators: Annotated[str, option("--annotators", "a,b", "Names of those who label.")] = "me",
     overlap: Annotated[float, option("--overlap", "X", OVERLAP_TEXT, min=0.0, max=1.0)] = 0.2,
     export: Annotated[Path | None, option("--export", "FILE", EXPORT_TEXT)] = None,
+    import_: Annotated[Path | None, option("--import", "FILE", IMPORT_TEXT)] = None,
+    form: Annotated[str | None, option("--format", "TOOL", FORMAT_TEXT, choices(("argilla", "labelstudio")))] = None,
     seed: Annotated[int, option("--seed", "N", "Random seed of the answers.", min=0, max=2**32 - 1)] = 0,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
@@ -64,6 +68,8 @@ def label(
         terminal=at_terminal,
         port=port,
         export=export,
+        import_=import_,
+        format=form,
     )
     with system.translate_resource_errors(folder):
         run.run(folder, label_options, Options(trust_remote_code=trust_remote_code, debug=debug))

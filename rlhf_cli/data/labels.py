@@ -20,6 +20,7 @@ Messages = list[dict[str, Any]]
 Choice = Literal["first", "second", "tie", "bad", "skip"]
 CHOICES: tuple[str, ...] = get_args(Choice)
 PREFERENCES = ("first", "second")  # the choices that a reward model can be trained on
+MAX_SECONDS = 86400.0  # for one label
 EDITED_HINT = "restore the line, or remove it: its pair is then shown again"
 
 

@@ -46,6 +46,8 @@ class LabelOptions:
     terminal: bool = False
     port: int = 0
     export: Path | None = None
+    import_: Path | None = None
+    format: str | None = None  # of another tool, for both
 
     @property
     def folder_name(self) -> str:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from rlhf_cli import terminal
 from rlhf_cli.commands.label import inputs as label_inputs
+from rlhf_cli.commands.label.agreement import print_summary
 from rlhf_cli.commands.label.at_terminal import label_at_terminal
 from rlhf_cli.commands.label.candidates import CandidateFile, ordered_pairs, report_unusable
+from rlhf_cli.commands.label.exchange import FORMATS, export_pairs, import_labels
 from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions
 from rlhf_cli.commands.label.judging import label_by_judge, load_judge
 from rlhf_cli.commands.label.session import LabelSession, parse_annotators
@@ -31,7 +33,8 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
     edited by hand, E03 if a label cannot be written.
     """
     annotators = _annotators(label_options)
-    if label_options.export is not None:
+    _require_format(label_options)
+    if label_options.export is not None and label_options.format is None:
         _export(folder, label_options)
         return
 
@@ -53,12 +56,11 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
             seed=label_options.seed,
         )
         terminal.say(f"label    {len(pairs)} pairs in {shown(labels_folder)}: {session.done} of {session.total} labels")
-        if label_options.by is not None:
-            label_by_judge(session, load_judge(label_options.by, inputs, options))
-        elif label_options.terminal:
-            label_at_terminal(session)
-        else:
-            _serve(session, label_options.port)
+        if label_options.export is not None and label_options.format is not None:
+            export_pairs(session, label_options.export, label_options.format)
+            return
+        _label(session, inputs, label_options, options)
+    print_summary(session.store.labels)
     terminal.say(f"label    {session.done} of {session.total} labels in {shown(labels_folder / LABELS)}")
 
 
@@ -75,6 +77,30 @@ def _draw(folder: Path, inputs: LabelInputs, label_options: LabelOptions, option
         candidates.extend(sampler, needed)
     report_unusable(candidates.candidates)
     return candidates
+
+
+def _label(session: LabelSession, inputs: LabelInputs, label_options: LabelOptions, options: Options) -> None:
+    """Let whom the command line names label the pairs."""
+    if label_options.import_ is not None and label_options.format is not None:
+        import_labels(session, label_options.import_, label_options.format)
+    elif label_options.by is not None:
+        label_by_judge(session, load_judge(label_options.by, inputs, options))
+    elif label_options.terminal:
+        label_at_terminal(session)
+    else:
+        _serve(session, label_options.port)
+
+
+def _require_format(label_options: LabelOptions) -> None:
+    """Raise RLHFError C07 for an unknown --format, C11 for --import without one."""
+    form = label_options.format
+    names = ", ".join(FORMATS)
+    if form is not None and form not in FORMATS:
+        raise RLHFError("C07", f"--format {form}: not one of {names}")
+    if form is None and label_options.import_ is not None:
+        raise RLHFError("C11", "--import needs the name of the tool that wrote the file", hint=f"--format {names}")
+    if form is not None and label_options.import_ is None and label_options.export is None:
+        raise RLHFError("C11", "--format is of a file", hint="name it: --export FILE or --import FILE")
 
 
 def _serve(session: LabelSession, port: int) -> None:

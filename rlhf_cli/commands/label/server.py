@@ -20,14 +20,15 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from rlhf_cli import terminal
+from rlhf_cli.commands.label.agreement import agreement_text
 from rlhf_cli.commands.label.session import LabelSession, Refused, Shown
+from rlhf_cli.data.labels import MAX_SECONDS
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.progress import Progress
 
 HOST = "127.0.0.1"
 TAGS = ("correct", "complete", "clear", "concise", "harmless")
 MAX_BODY_BYTES = 2**16
-MAX_SECONDS = 86400.0
 NOT_ALLOWED = "open the address that `rlhf label` printed: it contains a token"
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 POLICY = (
@@ -135,7 +136,7 @@ class LabelServer:
             "done": progress.done,
             "total": progress.total,
             "pace": f"{progress.an_hour:.0f} an hour" if progress.an_hour else "",
-            "agreement": "",
+            "agreement": agreement_text(self.session.store.labels),
             "last": last.pair if last and last.pair in self.session.pairs else None,
             "tags": list(self.tags),
             "shown": None,

@@ -81,8 +81,17 @@ class LabelSession:
         swapped = derive_seed(self.seed, f"label/order/{annotator}/{pair.name}") % 2
         return Shown(pair, (1, 0) if swapped else (0, 1))
 
-    def choose(self, annotator: str, name: str, slot: str, *, seconds: float, tags: Sequence[str] = ()) -> Label:
-        """Store a choice. The same choice sent again is stored once.
+    def choose(
+        self,
+        annotator: str,
+        name: str,
+        slot: str,
+        *,
+        seconds: float,
+        tags: Sequence[str] = (),
+        order: tuple[int, int] | None = None,
+    ) -> Label:
+        """Store a choice. The same choice sent again is stored once. `order`: another one than that of `show`.
 
         Raises Refused for an unknown pair or choice, or a second label; RLHFError E03 if it cannot be written.
         """
@@ -93,8 +102,8 @@ class LabelSession:
             raise Refused(f"{slot!r:.40} is not one of {', '.join(SLOTS)}")
         _require_tags(tags)
 
-        shown = self.show(pair, annotator)
-        choice = SLOTS[slot][shown.order[0]]
+        order = order or self.show(pair, annotator).order
+        choice = SLOTS[slot][order[0]]
         earlier = self.store.get(name, annotator)
         if earlier is not None:
             if earlier.choice == choice:
@@ -106,7 +115,7 @@ class LabelSession:
             prompt=pair.prompt,
             answers=list(pair.answers),
             sources=list(pair.sources),
-            order=list(shown.order),
+            order=list(order),
             choice=choice,
             annotator=annotator,
             seconds=round(seconds, 3),
@@ -135,6 +144,11 @@ class LabelSession:
         assigned = self._assigned[annotator]
         done = [label for pair in assigned if (label := self.store.get(pair.name, annotator))]
         return LabelProgress(len(done), len(assigned), [label.seconds for label in done])
+
+    @property
+    def store_size(self) -> int:
+        """Number of labels in the file, of all pairs and annotators."""
+        return len(self.store.labels)
 
     @property
     def done(self) -> int:

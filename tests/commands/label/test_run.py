@@ -3,6 +3,7 @@
 Modules: `cli/label.py`, `commands/label/at_terminal.py`, `commands/label/candidates.py`, `commands/label/inputs.py`.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -78,6 +79,17 @@ def test_held_out_prompts_are_asked_only_to_compare(run: Path) -> None:
     assert [row["prompt"] for row in lines(run / "labels/people/candidates.jsonl")] == ["what is new?"]
 
 
+def test_pairs_go_to_another_tool_and_its_labels_come_back(run: Path) -> None:
+    tool = ("--n", 3, "--format", "argilla")
+    must_succeed(label(run, *tool, "--export", "pairs.json"))
+    records = json.loads(Path("pairs.json").read_text())
+    records[2]["responses"] = {"choice": [{"value": "tie", "user_id": "ann"}]}
+    Path("done.json").write_text(json.dumps(records))
+    assert "1 new labels" in must_succeed(label(run, *tool, "--import", "done.json")).stdout
+    (row,) = lines(run / "labels/people/labels.jsonl")
+    assert (row["annotator"], row["choice"], row["pair"]) == ("ann", "tie", records[2]["id"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -87,6 +99,9 @@ def test_held_out_prompts_are_asked_only_to_compare(run: Path) -> None:
         (["--from", "sft,sft"], "C11"),
         (["--compare", "sft,ppo", "--from", "sft"], "C11"),
         (["--export", "pairs.jsonl"], "D01"),
+        (["--import", "x.json"], "C11"),
+        (["--format", "argilla"], "C11"),
+        (["--format", "other", "--import", "x.json"], "C07"),
         (["--seed", "1", "--name", "made"], "C15"),
     ],
 )
