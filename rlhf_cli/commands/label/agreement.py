@@ -9,7 +9,7 @@ from statistics import fmean
 
 from rlhf_cli import terminal
 from rlhf_cli.data.labels import PREFERENCES, Label
-from rlhf_cli.statistics import Z95, share_interval
+from rlhf_cli.statistics import Z95, length_controlled, share_interval
 
 FEWEST_PAIRS = 5  # of which the interval of kappa is estimated
 Interval = tuple[float, float]
@@ -134,6 +134,50 @@ def _interval_text(interval: Interval) -> str:
     return f"[{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """How often answers of `policy` were preferred to those of `baseline`; ties and bad pairs count half."""
+
+    policy: str
+    baseline: str
+    rate: Share
+    length_controlled: tuple[float, Interval] | None  # None: one side's answers are nearly always longer
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.policy} is preferred to {self.baseline} in {self.rate} of {self.rate.n} labels, a tie counts half"
+        )
+        if self.length_controlled is None:
+            return text
+        value, interval = self.length_controlled
+        return f"{text}; at equal lengths {value:.2f} {_interval_text(interval)}"
+
+
+def compare(labels: Sequence[Label], policy: str, baseline: str) -> Comparison | None:
+    """Return the comparison of two models by all labels of pairs with an answer of each; None without one.
+
+    The labels of one pair depend on one another. Skipped pairs do not count.
+    """
+    scores: list[float] = []
+    lengths: list[int] = []
+    pairs: list[str] = []
+    for label in labels:
+        if label.choice == "skip" or set(label.sources) != {policy, baseline}:
+            continue
+        ours = label.sources.index(policy)
+        points = 0.5
+        if label.choice in PREFERENCES:
+            points = float(PREFERENCES.index(label.choice) == ours)
+        scores.append(points)
+        lengths.append(len(label.answers[ours]) - len(label.answers[1 - ours]))
+        pairs.append(label.pair)
+    if not scores:
+        return None
+    others = [1 - score for score in scores]
+    rate = Share(fmean(scores), share_interval(scores, pairs), len(scores))
+    return Comparison(policy, baseline, rate, length_controlled(scores, others, lengths, pairs))
+
+
 # Output
 
 
@@ -147,8 +191,11 @@ def agreement_text(labels: Sequence[Label]) -> str:
     return f"agreement {agreed / count:.2f} of {count}"
 
 
-def print_summary(labels: Sequence[Label]) -> None:
-    """Print what each annotator chose and how far they agree; say who chooses a slot more often than by chance."""
+def print_summary(labels: Sequence[Label], policies: Sequence[str]) -> None:
+    """Print what each annotator chose, how far they agree, and each policy's comparison with the ones before it.
+
+    Says who chooses a slot more often than by chance.
+    """
     by_annotator = habits(labels)
     if not by_annotator:
         return
@@ -160,6 +207,10 @@ def print_summary(labels: Sequence[Label]) -> None:
     found = agreements(labels)
     if found:
         terminal.table(["annotators", "pairs", "agreement", "Cohen's kappa"], [_agreement_row(each) for each in found])
+    for baseline, policy in combinations(policies, 2):
+        comparison = compare(labels, policy, baseline)
+        if comparison is not None:
+            terminal.out(str(comparison))
     _warn_of_slots(by_annotator)
 
 

@@ -60,7 +60,7 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
             export_pairs(session, label_options.export, label_options.format)
             return
         _label(session, inputs, label_options, options)
-    print_summary(session.store.labels)
+    print_summary(session.store.labels, [model.name for model in inputs.models.models])
     terminal.say(f"label    {session.done} of {session.total} labels in {shown(labels_folder / LABELS)}")
 
 

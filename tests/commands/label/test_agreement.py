@@ -1,6 +1,7 @@
 """Agreement of annotators: worked examples."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -62,7 +63,18 @@ def test_slots_and_lengths_are_those_that_were_shown() -> None:
 
 
 def test_who_always_chooses_a_slot_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    agreement.print_summary(labels_of("careless", ["first"] * 12) + labels_of("careful", ["first", "second"] * 6))
+    agreement.print_summary(
+        labels_of("careless", ["first"] * 12) + labels_of("careful", ["first", "second"] * 6), ["sft"]
+    )
     output = capsys.readouterr()
     assert "careless chooses the first slot more often than by chance" in output.err
     assert "careful chooses" not in output.err and "Cohen's kappa" in output.out
+
+
+def test_a_policy_is_compared_by_all_labels_of_pairs_with_both() -> None:
+    labels = labels_of("x", ["first", "second", "second", "tie", "skip"])
+    mixed = [replace(label, sources=["sft", "ppo"]) for label in labels]
+    found = agreement.compare([*mixed, *labels], "ppo", "sft")  # those of sft alone do not count
+    assert found is not None and found.rate.n == 4 and found.rate.value == pytest.approx(2.5 / 4)
+    assert "ppo is preferred to sft in 0.62 [" in str(found)
+    assert agreement.compare(labels, "ppo", "sft") is None

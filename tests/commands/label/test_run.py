@@ -7,9 +7,11 @@ import json
 import shutil
 from pathlib import Path
 
+import chat_run
 import pytest
 from label_run import label
-from ppo_folder import lines, must_succeed, rlhf, write
+from ppo_folder import as_stage, lines, must_succeed, rlhf, write
+from transformers import AutoModelForCausalLM
 
 from rlhf_cli.commands.label import candidates
 from rlhf_cli.runs import locks
@@ -120,6 +122,22 @@ def test_a_second_process_on_one_folder_is_refused(run: Path) -> None:
         patch.setattr(locks, "_exclusive", {})
         result = label(run, "--terminal", "--n", 1)
     assert result.exit_code == 2 and "error[C15]" in result.stderr and result.stderr.count("hint:") == 1
+
+
+def test_two_models_are_compared_on_held_out_prompts_without_their_names(run: Path) -> None:
+    weights = run / "policy"
+    shutil.copytree(run / "sft_model", weights)
+    model = AutoModelForCausalLM.from_pretrained(weights)
+    model.lm_head.weight.data.neg_()
+    model.save_pretrained(weights)
+    as_stage(run, "ppo", weights, chat_run.PPO, step=4)
+
+    result = must_succeed(label(run, "--compare", "sft,ppo", "--terminal", typed="1\n2\n0\n"))
+    rows = lines(run / "labels/compare/labels.jsonl")
+    assert {row["prompt"] for row in rows} <= {row["prompt"] for row in lines(run / "heldout.jsonl")}
+    assert all(row["sources"] == ["sft", "ppo"] for row in rows) and len(rows) == 3
+    shown, _, summary = result.stdout.partition("annotator")
+    assert "ppo" not in shown and "ppo is preferred to sft" in summary
 
 
 def test_a_reward_stage_trains_on_the_labels_as_they_stand(run: Path) -> None:
