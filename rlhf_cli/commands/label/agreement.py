@@ -53,16 +53,20 @@ def agreements(labels: Sequence[Label]) -> list[Agreement]:
     for label in labels:
         if label.choice != "skip":
             choices.setdefault(label.annotator, {})[label.pair] = label.choice
+
     found = []
     for first, second in combinations(choices, 2):
         common = [pair for pair in choices[first] if pair in choices[second]]
         if common:
             mine = [choices[first][pair] for pair in common]
             theirs = [choices[second][pair] for pair in common]
-            kappa = cohens_kappa(mine, theirs)
-            same = [a == b for a, b in zip(mine, theirs, strict=True)]
-            found.append(Agreement((first, second), share_of(same), kappa, kappa_interval(mine, theirs)))
+            found.append(_agreement((first, second), mine, theirs))
     return found
+
+
+def _agreement(annotators: tuple[str, str], mine: Sequence[str], theirs: Sequence[str]) -> Agreement:
+    same = [ours == other for ours, other in zip(mine, theirs, strict=True)]
+    return Agreement(annotators, share_of(same), cohens_kappa(mine, theirs), kappa_interval(mine, theirs))
 
 
 def cohens_kappa(first: Sequence[str], second: Sequence[str]) -> float | None:
@@ -106,12 +110,18 @@ def habits(labels: Sequence[Label]) -> dict[str, AnnotatorHabits]:
 
 def _habits_of(labels: Sequence[Label]) -> AnnotatorHabits:
     decided = [label for label in labels if label.choice in PREFERENCES]
-    first_slot = [label.order[0] == PREFERENCES.index(label.choice) for label in decided]
-    longer = [_is_longer(label) for label in decided if len(label.answers[0]) != len(label.answers[1])]
-    ties = sum(label.choice == "tie" for label in labels)
+    unequal = [label for label in decided if len(label.answers[0]) != len(label.answers[1])]
     return AnnotatorHabits(
-        len(labels), ties, _share(first_slot) if decided else None, _share(longer) if longer else None
+        labels=len(labels),
+        ties=sum(label.choice == "tie" for label in labels),
+        first_slot=_share([_was_shown_first(label) for label in decided]),
+        longer=_share([_is_longer(label) for label in unequal]),
     )
+
+
+def _was_shown_first(label: Label) -> bool:
+    """Return True if the better answer is the one that was shown first."""
+    return label.order[0] == PREFERENCES.index(label.choice)
 
 
 def _is_longer(label: Label) -> bool:

@@ -210,9 +210,14 @@ def usable_pairs(candidates: Sequence[Candidate]) -> list[tuple[Candidate, int, 
 def ordered_pairs(candidates: Sequence[Candidate], order: str, count: int) -> list[Pair]:
     """Return the `count` pairs that come first: as drawn, or `uncertain` ones."""
     pairs = usable_pairs(candidates)
+
+    def rank(pair: tuple[Candidate, int, int]) -> float:
+        candidate, first, second = pair
+        return uncertainty(candidate.margins(first, second))
+
     if order == "uncertain":
-        pairs.sort(key=lambda pair: uncertainty(pair[0].margins(pair[1], pair[2])))
-    return [each.pair(first, second) for each, first, second in pairs[:count]]
+        pairs.sort(key=rank)
+    return [candidate.pair(first, second) for candidate, first, second in pairs[:count]]
 
 
 def uncertainty(margins: Sequence[float]) -> float:

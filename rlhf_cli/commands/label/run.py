@@ -55,6 +55,10 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
             overlap=label_options.overlap,
             seed=label_options.seed,
         )
+        if len(pairs) < label_options.n:
+            terminal.say(
+                f"label    {len(pairs)} pairs, not {label_options.n}: all prompts are answered; --answers 4 draws more"
+            )
         terminal.say(f"label    {len(pairs)} pairs in {shown(labels_folder)}: {session.done} of {session.total} labels")
         if label_options.export is not None and label_options.format is not None:
             export_pairs(session, label_options.export, label_options.format)

@@ -84,11 +84,13 @@ class LabelServer:
 
     def _choose(self, annotator: str, body: dict[str, Any]) -> Shown | None:
         """Store the choice of a request, and return the next pair."""
-        seconds = body.get("seconds")
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds <= MAX_SECONDS:
-            raise Refused(f"seconds: {seconds!r:.40} is not a number from 0 to {MAX_SECONDS:g}")
-        pair, slot = str(body.get("pair")), str(body.get("choice"))
-        self.session.choose(annotator, pair, slot, seconds=float(seconds), tags=body.get("tags", []))
+        self.session.choose(
+            annotator,
+            str(body.get("pair")),
+            str(body.get("choice")),
+            seconds=_seconds(body.get("seconds")),
+            tags=body.get("tags", []),
+        )
         return self.session.next(annotator)
 
     def _take_back(self, annotator: str, body: dict[str, Any]) -> Shown | None:
@@ -158,6 +160,14 @@ def _refuse(request: Request) -> Response:
 
 def _json(value: dict[str, Any], status: int) -> Response:
     return Response(orjson.dumps(value), status, headers=HEADERS, media_type="application/json")
+
+
+def _seconds(value: Any) -> float:
+    """Return the seconds that a label took. Raises Refused for anything but a number of a day at most."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MAX_SECONDS:
+        raise Refused(f"seconds: {value!r:.40} is not a number from 0 to {MAX_SECONDS:g}")
+    return float(value)
 
 
 async def _body(request: Request) -> dict[str, Any]:
