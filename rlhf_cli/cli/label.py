@@ -44,9 +44,10 @@ def label(
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Compare answers of a run's policy in the browser or the terminal; RUN/labels/NAME is data of a reward stage.
+    """Label pairs of the policy's answers, to train a reward model on them.
 
-    Each label is on disk before the next pair is shown. The same command continues where it ended.
+    People compare in the browser or the terminal, or a judge does. RUN/labels/NAME is data.train of a reward stage as
+    it stands. Each label is on disk before the next pair is shown, and the same command continues where it ended.
     """
     from rlhf_cli.config.base import Options
 

@@ -4,6 +4,7 @@ candidates.jsonl holds the drawn answers, labels.jsonl what people or a judge sa
 labels.jsonl is a label, or `{"undo": PAIR, "annotator": NAME}`, which takes back that annotator's label of the pair.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -50,7 +51,7 @@ class Label:
 
 def is_labels_folder(folder: Path) -> bool:
     """Return True if `rlhf label` wrote this folder."""
-    return all((folder / name).is_file() for name in (CANDIDATES, LABELS))
+    return all(os.path.isfile(folder / name) for name in (CANDIDATES, LABELS))
 
 
 def read_labels(path: Path) -> dict[tuple[str, str], tuple[int, Label]]:

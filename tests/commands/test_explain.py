@@ -281,7 +281,7 @@ def test_a_key_shows_its_default_in_each_recipe() -> None:
         ("ppo.kl_coff", "unknown key ppo.kl_coff", "did you mean ppo.kl_coef?"),
         ("pp", "unknown key pp", "did you mean "),
         ("qqqq", "unknown key qqqq", "rlhf explain --all lists all keys and codes"),
-        ("D99", "unknown code D99", "there are D01 to D19"),
+        ("D99", "unknown code D99", "there are D01 to D20"),
         ("X01", "unknown code X01", "rlhf explain --all lists all codes"),
         ("use_vllm", "there is no key use_vllm", "a vLLM server generates the responses with models.engine"),
         ("ppo.vllm_mode", "there is no key ppo.vllm_mode", "a vLLM server generates the responses with models.engine"),
