@@ -44,7 +44,7 @@ def label(
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Label pairs of the policy's answers, to train a reward model on them.
+    """Label pairs of the policy's answers, to train a reward model.
 
     People compare in the browser or the terminal, or a judge does. RUN/labels/NAME is data.train of a reward stage as
     it stands. Each label is on disk before the next pair is shown, and the same command continues where it ended.

@@ -1,6 +1,7 @@
 """`rlhf label`: draw candidates, then let people or a judge compare them."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf_cli import terminal
@@ -90,7 +91,8 @@ def _label(session: LabelSession, inputs: LabelInputs, label_options: LabelOptio
     elif label_options.by is not None:
         label_by_judge(session, load_judge(label_options.by, inputs, options))
     elif label_options.terminal:
-        label_at_terminal(session)
+        with suppress(KeyboardInterrupt):  # as q: every label is on disk
+            label_at_terminal(session)
     else:
         _serve(session, label_options.port)
 

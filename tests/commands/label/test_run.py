@@ -5,6 +5,7 @@ Modules: `cli/label.py`, `commands/label/at_terminal.py`, `commands/label/candid
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import chat_run
@@ -112,6 +113,23 @@ def test_options_that_do_not_fit_are_refused_with_one_line(run: Path, arguments:
         must_succeed(label(run, "--terminal", "--n", 1, "--name", "made"))
     result = label(run, "--terminal", *arguments)
     assert result.exit_code == 2 and f"error[{code}]" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_file_edited_by_hand_is_refused_with_its_line_and_kept(run: Path) -> None:
+    must_succeed(label(run, "--terminal", "--n", 3, typed="1\n2\n"))
+    path = run / "labels/people/labels.jsonl"
+    edited = path.read_text().replace('"annotator": "me"', '"annotator": 1', 1)
+    path.write_text(edited)
+    result = label(run, "--terminal", "--n", 3)
+    assert result.exit_code == 2 and "error[D20]" in result.stderr and "labels.jsonl:1" in result.stderr
+    assert path.read_text() == edited
+
+
+def test_without_the_packages_of_the_page_the_terminal_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "rlhf_cli.commands.label.server", raising=False)
+    result = label(run, "--n", 1)
+    assert result.exit_code == 2 and "error[E09]" in result.stderr and "--terminal" in result.stderr
 
 
 def test_a_second_process_on_one_folder_is_refused(run: Path) -> None:
