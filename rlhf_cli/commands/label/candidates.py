@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass
 class CandidateSampler:
-    """Draws the answers, `per_prompt` to a prompt, from the policies in turn."""
+    """Draws the answers, `per_prompt` to a prompt, from the policies in turn; the scorer's sources score them."""
 
     policies: Sequence[ChatModel]
     scorer: ReplyScorer
@@ -74,33 +74,37 @@ class CandidateSampler:
     per_prompt: int
     seed: int
     batch_size: int
-    scores: bool  # with the reward models of the run
 
     def draw(self, rows: Sequence[int]) -> list[Candidate]:
         """Return the candidates of some prompts. The tokens of an answer depend on seed, draw and row alone."""
-        prompts = Prompts.of([self.prompts[row] for row in rows])
-        drawn: list[Rollout] = []
-        for number in range(self.per_prompt):
-            round_number, policy = divmod(number, len(self.policies))
-            seeds = tuple(derive_seed(self.seed, "label", round_number, row) for row in rows)
-            keyed = replace(prompts, seeds=seeds, response_length=self.response_length)
-            drawn.append(replace(self._engine(self.policies[policy]).generate(keyed), records=prompts.records))
-
-        texts = [rollout.texts(self.scorer.tokenizer)[1] for rollout in drawn]
-        ended = [rollout.ended.tolist() for rollout in drawn]
+        drawn = [self._draw_one(rows, number) for number in range(self.per_prompt)]
         scores = [self._scores(rollout) for rollout in drawn]
-        sources = [self.policies[number % len(self.policies)].name for number in range(self.per_prompt)]
-        return [
-            Candidate(
+        texts = [rollout.texts(self.scorer.tokenizer)[1] for rollout in drawn]
+
+        candidates = []
+        for place, row in enumerate(rows):
+            candidate = Candidate(
                 row=row,
                 prompt=self.prompts[row].text,
                 answers=[answers[place] for answers in texts],
-                sources=sources,
-                ended=[ends[place] for ends in ended],
+                sources=[self._policy(number).name for number in range(self.per_prompt)],
+                ended=[bool(rollout.ended[place]) for rollout in drawn],
                 scores={name: [each[name][place] for each in scores] for name in scores[0]},
             )
-            for place, row in enumerate(rows)
-        ]
+            candidates.append(candidate)
+        return candidates
+
+    def _draw_one(self, rows: Sequence[int], number: int) -> Rollout:
+        """Return answer `number` to each prompt."""
+        draw = number // len(self.policies)  # of this policy
+        seeds = tuple(derive_seed(self.seed, "label", draw, row) for row in rows)
+        prompts = Prompts.of([self.prompts[row] for row in rows])
+        keyed = replace(prompts, seeds=seeds, response_length=self.response_length)
+        rollout = self._engine(self._policy(number)).generate(keyed)
+        return replace(rollout, records=prompts.records)
+
+    def _policy(self, number: int) -> ChatModel:
+        return self.policies[number % len(self.policies)]
 
     def _engine(self, policy: ChatModel) -> HFEngine:
         pad_token_id = self.scorer.tokenizer.pad_token_id or 0
@@ -109,16 +113,13 @@ class CandidateSampler:
 
     def _scores(self, rollout: Rollout) -> dict[str, list[float]]:
         """Return the scores of the run's reward models, of an ensemble those of each member."""
-        scores: dict[str, list[float]] = {}
-        if not self.scores:
-            return scores
+        models: dict[str, RolloutReward] = {}
         for name, source in self.scorer.sources.items():
-            members: dict[str, RolloutReward] = {name: source}
             if isinstance(source, EnsembleReward):
-                members = {f"{name}.{member}": model for member, model in source.members.items()}
-            for key, model in members.items():
-                scores[key] = scores_of(model, rollout)
-        return scores
+                models |= {f"{name}.{member}": model for member, model in source.members.items()}
+            else:
+                models[name] = source
+        return {name: scores_of(model, rollout) for name, model in models.items()}
 
 
 def scores_of(source: RolloutReward, rollout: Rollout) -> list[float]:

@@ -201,7 +201,6 @@ def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Opti
         per_prompt=label_options.answers,
         seed=label_options.seed,
         batch_size=settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size,
-        scores=label_options.scores,
     )
 
 
