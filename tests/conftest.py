@@ -21,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub but one th
 from adapter_folder import adapters_copy, adapters_run  # noqa: F401  (fixtures of the tests of adapters)
 from chat_run import chat_origin  # noqa: F401  (a fixture of the tests of chat)
 from fake_config import fake_chain  # noqa: F401  (a fixture of the tests of commands)
+from label_run import label_origin  # noqa: F401  (a fixture of the tests of labels)
 from plans import no_progress_lines, three  # noqa: F401  (fixtures of the tests of plan)
 from ppo_folder import (  # noqa: F401  (fixtures of the stage tests)
     no_page,

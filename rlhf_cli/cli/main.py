@@ -14,6 +14,7 @@ from rlhf_cli.cli import (
     explain,
     export,
     init,
+    label,
     plan,
     report,
     run,
@@ -44,7 +45,7 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
 _add("Train", init.init, convert.convert, check.check, plan.plan, run.run)
 for _stage, _text in STAGE_SUMMARIES.items():
     app.command(_stage, help=_text, rich_help_panel="Train")(stage.stage_command(_stage))
-_add("Inspect", status.status, status.ls, report.report, chat.chat, verify.verify)
+_add("Inspect", status.status, status.ls, report.report, chat.chat, label.label, verify.verify)
 _add("Inspect", explain.explain, schema.schema, env.env)
 _add("Ship", export.export, serve.serve)
 app.command("replay", hidden=True)(verify.verify)  # the old name of verify

@@ -19,7 +19,7 @@ import orjson
 
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource, is_hub_id, split_hub_id, split_name, suffix
-from rlhf_cli.data import folders
+from rlhf_cli.data import folders, labels
 from rlhf_cli.data.readers import READERS, RowIterator, read
 from rlhf_cli.errors import Problem, RLHFError, short_reason, shown
 from rlhf_cli.jsonl import open_data
@@ -29,6 +29,9 @@ MAX_DOWNLOAD_BYTES = 20e9  # larger datasets are not downloaded automatically
 
 def raw_rows(source: DataSource) -> RowIterator:
     """Yield each row with its location, at most `max_rows` of them. Raises RLHFError D01-D04, D12."""
+    folder = Path(source.name)
+    if labels.is_labels_folder(folder):
+        return islice(labels.preference_pairs_of(folder), source.max_rows)
     files = (read(path, source.where) for path in locate_files(source))
     return islice(chain.from_iterable(files), source.max_rows)
 
@@ -53,6 +56,8 @@ def locate_files(source: DataSource) -> list[Path]:
     if is_hub_id(name):
         return _hub_files(source, name, split)
     path = Path(name)
+    if labels.is_labels_folder(path):
+        return [path / labels.LABELS]
     if os.path.isdir(path):
         return _folder_files(source, path, split)
     open_data(path, source.where).close()  # fail now if the file is missing, unreadable or a pipe

@@ -64,7 +64,7 @@ def test_help_shows_each_command_in_its_group_with_a_whole_sentence(monkeypatch:
     shown = {title: re.findall(r"^  (\w+) ", groups[title], re.M) for title in ("Train", "Inspect", "Ship")}
     assert shown == {
         "Train": ["init", "convert", "check", "plan", "run", "sft", "reward", "dpo", "ppo", "eval"],
-        "Inspect": ["status", "ls", "report", "chat", "verify", "explain", "schema", "env"],
+        "Inspect": ["status", "ls", "report", "chat", "label", "verify", "explain", "schema", "env"],
         "Ship": ["export", "serve"],
     }
     commands = get_command(app).commands  # type: ignore[attr-defined]

@@ -1,4 +1,7 @@
-"""`rlhf chat`: metrics as in the evaluation, prompts as in PPO, at a terminal, through a pipe, and errors."""
+"""`rlhf chat`: metrics as in the evaluation, prompts as in PPO, at a terminal, through a pipe, and errors.
+
+Modules: `commands/common/models.py`.
+"""
 
 import hashlib
 import shutil
@@ -16,8 +19,8 @@ from typer.testing import Result
 
 from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.commands.chat import loop
-from rlhf_cli.commands.chat.models import ReplyMetrics
 from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, Reply, Turn
+from rlhf_cli.commands.common.models import ReplyMetrics
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError

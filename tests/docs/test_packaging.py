@@ -103,7 +103,11 @@ def test_imported_packages_are_the_declared_ones() -> None:
             found |= {canonicalize_name(theirs.get(root, root)) for root in roots}
     # torch has tensorboard's writer; DeepSpeed is the user's to install (docs/scaling.md); pydantic pins its own core.
     others = (
-        extras["qlora"] | extras["verifiers"] | extras["trackers"] - {"tensorboard"} | {"deepspeed", "pydantic-core"}
+        extras["label"]
+        | extras["qlora"]
+        | extras["verifiers"]
+        | extras["trackers"] - {"tensorboard"}
+        | {"deepspeed", "pydantic-core"}
     )
     assert found - declared == others
     assert declared <= found

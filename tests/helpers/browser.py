@@ -46,15 +46,17 @@ class Page:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]  # type: ignore[no-any-return]
 
-    def open(self, path: Path, *, width: int, height: int = 900, dark: bool = False, scripts: bool = True) -> None:
-        """Load a file, and wait until it is drawn."""
+    def open(
+        self, path: Path | str, *, width: int, height: int = 900, dark: bool = False, scripts: bool = True
+    ) -> None:
+        """Load a file or an address, and wait until it is drawn."""
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.do("Emulation.setEmulatedMedia", features=[feature])
         self.do("Emulation.setScriptExecutionDisabled", value=not scripts)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.do("Emulation.setDeviceMetricsOverride", **size)
         self._events.clear()
-        self.do("Page.navigate", url=path.resolve().as_uri())
+        self.do("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._events.append(self._next())
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.chat.models import open_models
 from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, ReplySampling, export_rows
+from rlhf_cli.commands.common.models import open_models
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, did_you_mean, shown
 from rlhf_cli.files import write_text

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from rlhf_cli import data, terminal
-from rlhf_cli.commands.chat.models import ChatModel, ReplyMetrics, ReplyScorer
+from rlhf_cli.commands.common.models import ChatModel, ReplyMetrics, ReplyScorer
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.texts import render_transcript
 from rlhf_cli.data.tokens import Conversation, render

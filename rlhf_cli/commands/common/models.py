@@ -1,7 +1,7 @@
-"""The models of a chat: those that reply, resolved from a run and loaded, and the sources that score replies."""
+"""Policies that answer, resolved from a run and loaded, and the sources that score answers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -125,31 +125,44 @@ def open_models(
     if names and stage is not None:
         raise RLHFError("C11", "--compare and --stage both select the models", hint="omit --stage")
 
-    chosen = resolve_model(folder, "ppo" if names else stage, step)
-    parent = chosen.model
-    if parent.stage not in POLICY_STAGES:
-        text = f"{shown(parent.path)} is a {parent.stage} model, which generates no text"
-        raise RLHFError("C11", text, hint="omit --stage, or name sft, dpo or ppo; its scores are below each reply")
-    policy = ChatModel(parent.stage, parent, str(chosen), parent.sha256 if chosen.last else None)
-    config = _config(parent)
+    policy = resolve_policy(folder, "ppo" if names else stage, step)
+    config = run_config(policy.parent)
     missing = []
-    if policy.name == "sft" and stage is None and parent.path != folder:
+    if policy.name == "sft" and stage is None and policy.parent.path != folder:
         missing.append("no PPO policy: PPO was not started, so the SFT model replies")
 
     sft = None
     try:
-        sft = _open_reference(config, policy)
+        sft = open_reference(config, policy)
     except RLHFError as error:
         if names:
             raise
         missing.append(f"no KL: {error.problems[0].text}")
-    scorer = _load(config, policy, sft, missing, options)
+
+    with Progress("chat", (2 if sft else 1) + len(config.rewards), "model", brief=True) as bar:
+        load_weights([policy, sft] if sft else [policy], config, options, bar)
+        scorer = load_scorer(config, policy, list(config.rewards), options, bar)
+    scorer.sft = sft
+    scorer.missing = missing + scorer.missing
     if not names or sft is None:
         return [policy], scorer
     return [policy if name == "ppo" else sft for name in names], scorer
 
 
-def _config(model: Parent) -> PPOConfig:
+def resolve_policy(folder: Path, stage: str | None, step: str) -> ChatModel:
+    """Return the policy of a run or stage folder, not loaded: of `stage`, else its newest.
+
+    Raises RLHFError as `resolve_model` does, and C11 for a stage whose model generates no text.
+    """
+    chosen = resolve_model(folder, stage, step)
+    parent = chosen.model
+    if parent.stage not in POLICY_STAGES:
+        text = f"{shown(parent.path)} is a {parent.stage} model, which generates no text"
+        raise RLHFError("C11", text, hint="omit --stage, or name sft, dpo or ppo; its scores are below each reply")
+    return ChatModel(parent.stage, parent, str(chosen), parent.sha256 if chosen.last else None)
+
+
+def run_config(model: Parent) -> PPOConfig:
     """Return PPO's config of the model's run: of its ppo/, else of its ppo.yaml, else the defaults."""
     run = model.path.resolve().parent
     ppo = model.path if model.stage == "ppo" else run / "ppo"
@@ -164,7 +177,7 @@ def _config(model: Parent) -> PPOConfig:
     return config
 
 
-def _open_reference(config: PPOConfig, policy: ChatModel) -> ChatModel | None:
+def open_reference(config: PPOConfig, policy: ChatModel) -> ChatModel | None:
     """Return the SFT model that PPO started from; None for a model that is one itself."""
     if policy.name == "sft":
         return None
@@ -193,32 +206,40 @@ def _open_parents(config: PPOConfig, policy: ChatModel, start: str) -> dict[str,
     return parents
 
 
-def _load(
-    config: PPOConfig, policy: ChatModel, sft: ChatModel | None, missing: list[str], options: Options
-) -> ReplyScorer:
-    """Load the weights and each reward that is available; the others are added to `missing`."""
+def load_weights(models: Sequence[ChatModel], config: PPOConfig, options: Options, bar: Progress) -> None:
+    """Load the weights of models of one vocabulary. Raises RLHFError M01, M06-M08."""
     trust = options.trust_remote_code
-    tokenizer = tokenizers.load_tokenizer(policy.parent.model, trust_remote_code=trust)
-    models = [policy, sft] if sft else [policy]
-    sources: dict[str, RolloutReward] = {}
-    with Progress("chat", len(models) + len(config.rewards), "model", brief=True) as bar:
-        for model in models:
-            path = shown(model.parent.path)
-            weights = load.load_causal_lm(model.parent.model, **load.load_kwargs(config.models, trust))
-            tokenizers.check_vocabulary(weights, tokenizer, path)
-            model.weights = weights.to(devices.device()).eval()
-            bar.advance(note=path)
+    tokenizer = tokenizers.load_tokenizer(models[0].parent.model, trust_remote_code=trust)
+    for model in models:
+        path = shown(model.parent.path)
+        weights = load.load_causal_lm(model.parent.model, **load.load_kwargs(config.models, trust))
+        tokenizers.check_vocabulary(weights, tokenizer, path)
+        model.weights = weights.to(devices.device()).eval()
+        bar.advance(note=path)
 
-        vocab_size = policy.weights.get_input_embeddings().weight.shape[0]
-        stop_token_id = setup.stop_token_id(config, tokenizer, policy.parent, vocab_size)
-        policy_text = scoring.PolicyText(policy.parent, tokenizer, stop_token_id, [])
-        for name in config.rewards:
-            try:
-                sources |= _load_reward(config, name, policy, policy_text, options)
-            except RLHFError as error:
-                missing.append(f"no {name}: {error.problems[0].text}")
-            bar.advance(note=name)
-    return ReplyScorer(config, tokenizer, stop_token_id, sources, policy=policy, sft=sft, missing=missing)
+
+def load_scorer(
+    config: PPOConfig,
+    policy: ChatModel,
+    rewards: Sequence[str],
+    options: Options,
+    bar: Progress,
+) -> ReplyScorer:
+    """Load each available reward for replies of the loaded `policy`; the others are in the scorer's `missing`."""
+    tokenizer = tokenizers.load_tokenizer(policy.parent.model, trust_remote_code=options.trust_remote_code)
+    vocab_size = policy.weights.get_input_embeddings().weight.shape[0]
+    stop_token_id = setup.stop_token_id(config, tokenizer, policy.parent, vocab_size)
+    policy_text = scoring.PolicyText(policy.parent, tokenizer, stop_token_id, [])
+
+    sources: dict[str, RolloutReward] = {}
+    missing = []
+    for name in rewards:
+        try:
+            sources |= _load_reward(config, name, policy, policy_text, options)
+        except RLHFError as error:
+            missing.append(f"no {name}: {error.problems[0].text}")
+        bar.advance(note=name)
+    return ReplyScorer(config, tokenizer, stop_token_id, sources, policy=policy, sft=None, missing=missing)
 
 
 def _load_reward(

@@ -1,0 +1,1 @@
+"""`rlhf label RUN`: answers of a run's policy, compared by people or by a judge."""

@@ -1,0 +1,245 @@
+"""What `rlhf label` reads of a run: the policies that answer, the prompts, and how answers are drawn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli import config as configs
+from rlhf_cli import data, terminal
+from rlhf_cli.commands.common.models import (
+    ChatModel,
+    load_scorer,
+    load_weights,
+    open_reference,
+    resolve_policy,
+    run_config,
+)
+from rlhf_cli.commands.label.candidates import CandidateSampler
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.data.datasets import Rows
+from rlhf_cli.data.sampling import prompt_batch
+from rlhf_cli.data.sources import is_local
+from rlhf_cli.data.texts import prompt_key
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.files import files_sha256, read_json_object, write_json
+from rlhf_cli.models import load, tokenizers
+from rlhf_cli.progress import Progress
+from rlhf_cli.runs.layout import COMPARED_STAGES, POLICY_STAGES
+from rlhf_cli.runs.resolve import LAST
+from rlhf_cli.stages.common import reading
+
+SETTINGS = "settings.json"  # what decides the candidates of a folder
+NO_PROMPTS = "none"  # of a run without ppo.yaml
+ORDERS = ("random", "uncertain")
+
+
+@dataclass(frozen=True)
+class LabelOptions:
+    """Options of the command line; None: as in the run's config."""
+
+    sources: str | None = None  # --from
+    compare: str | None = None
+    prompts: Path | None = None
+    answers: int = 2
+    order: str = "random"
+    n: int = 100
+    name: str | None = None
+    seed: int = 0
+    annotators: str = "me"
+    overlap: float = 0.2
+    by: str | None = None
+    terminal: bool = False
+    port: int = 0
+    export: Path | None = None
+    import_: Path | None = None
+    format: str | None = None  # of another tool, for both
+
+    @property
+    def folder_name(self) -> str:
+        """Return NAME of RUN/labels/NAME: what was given, or what the labels are."""
+        if self.name is not None:
+            return self.name
+        if self.compare is not None:
+            return "compare"
+        return self.by.replace(":", ".") if self.by else "people"
+
+    @property
+    def scores(self) -> bool:
+        """Return True if the order of the pairs needs the scores of reward models."""
+        return self.order == "uncertain"
+
+
+@dataclass(frozen=True)
+class LabelInputs:
+    """The run to label answers of."""
+
+    run: Path
+    policies: list[ChatModel]  # those that answer
+    config: PPOConfig  # of the newest policy's run: the sampling and the rewards
+    tokenizer: Any
+    prompts: Rows[data.Prompt]
+    rows: list[int]  # of the prompts that may be answered, in the order in which they are
+
+
+def resolve_run(folder: Path) -> tuple[Path, ChatModel]:
+    """Return the folder of the run, and its newest policy."""
+    newest = resolve_policy(folder, None, LAST)
+    run = folder.parent if newest.parent.path == folder else folder
+    return run, newest
+
+
+def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> LabelInputs:
+    """Resolve the policies and read the prompts; load no model.
+
+    Raises RLHFError as `resolve_policy` and `reading.read_prompts`, and C11 for options that do not fit.
+    """
+    if label_options.order not in ORDERS:
+        raise RLHFError("C07", f"--order {label_options.order}: not one of {', '.join(ORDERS)}")
+    run, newest = resolve_run(folder)
+    ppo = run_config(newest.parent)
+    policies = _resolve_policies(run, newest, ppo, label_options)
+    first = policies[0].parent
+    tokenizer = tokenizers.load_tokenizer(first.model, trust_remote_code=options.trust_remote_code)
+    model_config = load.read_config(first.model, options.trust_remote_code)
+    length = ppo.ppo.max_response_length
+
+    config = _prompt_config(run, ppo, label_options)
+    prompts = reading.read_prompts(config, "data.prompts", tokenizer, model_config, length)
+    rows = prompt_batch(len(prompts), 1, len(prompts), label_options.seed)
+    if label_options.compare is None:
+        rows = _without_held_out(rows, prompts, _held_out(run, ppo))
+    return LabelInputs(run, policies, ppo, tokenizer, prompts, rows)
+
+
+def _resolve_policies(run: Path, newest: ChatModel, config: PPOConfig, label_options: LabelOptions) -> list[ChatModel]:
+    """Return the models that --from or --compare names; without either the run's newest policy."""
+    if label_options.compare is not None:
+        if label_options.sources is not None:
+            raise RLHFError("C11", "--compare and --from both select the models", hint="omit --from")
+        return _compared(run, config, label_options.compare)
+    if label_options.sources is None:
+        return [newest]
+
+    names = label_options.sources.split(",")
+    if len(set(names)) < len(names) or not all(names):
+        text = f"--from {label_options.sources}: name each model once"
+        raise RLHFError("C11", text, hint="--from sft,ppo")
+    policies = []
+    for name in names:
+        in_run = name in POLICY_STAGES
+        policy = resolve_policy(run if in_run else Path(name), name if in_run else None, LAST)
+        policies.append(replace(policy, name=name))
+    return policies
+
+
+def _compared(run: Path, config: PPOConfig, compare: str) -> list[ChatModel]:
+    """Return PPO's policy and the SFT model that it started from, in the order of --compare."""
+    names = compare.split(",")
+    if sorted(names) != sorted(COMPARED_STAGES):
+        raise RLHFError("C07", f"--compare {compare}: not sft,ppo or ppo,sft", hint="--compare sft,ppo")
+    ppo = resolve_policy(run, "ppo", LAST)
+    sft = open_reference(config, ppo)
+    assert sft is not None, "only an SFT model has no reference"
+    return [ppo if name == "ppo" else sft for name in names]
+
+
+def _prompt_config(run: Path, config: PPOConfig, label_options: LabelOptions) -> PPOConfig | EvalConfig:
+    """Return the config whose data.prompts are to be answered."""
+    if label_options.compare is not None:
+        if label_options.prompts is not None:
+            text = "--compare takes the held-out prompts of the run's eval.yaml"
+            raise RLHFError("C11", text, hint="omit --prompts, or name models with --from in place of --compare")
+        return evaluation(run)
+    if label_options.prompts is not None:
+        changed = {"prompts": str(label_options.prompts.resolve()), "columns": {}}
+        return config.model_copy(update={"data": config.data.model_copy(update=changed)})
+    if config.data.prompts == NO_PROMPTS:
+        raise RLHFError("C11", f"{shown(run)} has no ppo.yaml that names prompts", hint="name a file: --prompts FILE")
+    return config
+
+
+def evaluation(run: Path) -> EvalConfig:
+    """Return the run's eval.yaml. Raises RLHFError as `config.load`."""
+    config = configs.load("eval", run / "eval.yaml")
+    assert isinstance(config, EvalConfig)
+    return config
+
+
+def _held_out(run: Path, config: PPOConfig) -> frozenset[bytes]:
+    """Return the keys of the prompts that the run evaluates with."""
+    sources = [source for key, source in config.sources().items() if key == "data.eval_prompts"]
+    if (run / "eval.yaml").is_file():
+        sources.append(evaluation(run).sources()["data.prompts"])
+    keys: frozenset[bytes] = frozenset()
+    for source in sources:
+        if is_local(source):
+            keys |= data.prompt_rows(source, None, max_length=None).prompts
+    return keys
+
+
+def _without_held_out(rows: Sequence[int], prompts: Rows[data.Prompt], held_out: frozenset[bytes]) -> list[int]:
+    """Return the rows of prompts that are not held out; say how many are omitted. Raises RLHFError D05 for none."""
+    kept = [row for row in rows if prompt_key(prompts[row].text) not in held_out]
+    left_out = len(rows) - len(kept)
+    if not kept:
+        text = f"the run evaluates with all of these {len(rows)} prompts"
+        hint = "name other prompts: --prompts FILE; --compare compares two models on held-out prompts"
+        raise RLHFError("D05", text, where=prompts.source.shown(), hint=hint)
+    if left_out:
+        terminal.say(f"label    {left_out} of {len(rows)} prompts omitted: the run evaluates with them")
+    return kept
+
+
+def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Options) -> CandidateSampler:
+    """Load the policies, and for `--order uncertain` the run's reward models. Raises RLHFError as `load_weights`."""
+    config = inputs.config
+    rewards = []
+    if label_options.scores:
+        rewards = [name for name, source in config.rewards.items() if source.kind in ("model", "models")]
+        if not rewards:
+            raise RLHFError("C11", "--order uncertain needs a reward model: the run has none", hint="--order random")
+
+    policies = inputs.policies
+    with Progress("label", len(policies) + len(rewards), "model", brief=True) as bar:
+        load_weights(policies, config, options, bar)
+        scorer = load_scorer(config, policies[0], rewards, options, bar)
+    if scorer.missing:
+        raise RLHFError("C11", f"--order uncertain: {scorer.missing[0]}", hint="--order random")
+    settings = config.ppo
+    return CandidateSampler(
+        policies=policies,
+        scorer=scorer,
+        prompts=inputs.prompts,
+        temperature=settings.temperature,
+        response_length=settings.max_response_length,
+        per_prompt=label_options.answers,
+        seed=label_options.seed,
+        batch_size=settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size,
+    )
+
+
+def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions) -> None:
+    """Write what decides the candidates of a new folder. Raises RLHFError C15 if the folder's were drawn otherwise."""
+    settings = {
+        "policies": {model.name: model.sha256 for model in inputs.policies},
+        "prompts": files_sha256(sorted({prompt.location.path for prompt in inputs.prompts})),
+        "answers": label_options.answers,
+        "seed": label_options.seed,
+        "temperature": inputs.config.ppo.temperature,
+        "response_length": inputs.config.ppo.max_response_length,
+        "scores": label_options.scores,
+    }
+    path = folder / SETTINGS
+    recorded = read_json_object(path)
+    if recorded is None:
+        write_json(path, settings)
+        return
+    for key, value in settings.items():
+        if recorded.get(key) != value:
+            text = f"{shown(folder)} holds answers drawn with other {key}"
+            if key not in ("policies", "prompts"):
+                text = f"{shown(folder)} holds answers drawn with {key} {recorded.get(key)}, not {value}"
+            raise RLHFError("C15", text, hint="write these to another folder: --name NAME")

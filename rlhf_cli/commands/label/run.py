@@ -1,0 +1,153 @@
+"""`rlhf label`: draw candidates, then let people or a judge compare them."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from rlhf_cli import terminal
+from rlhf_cli.commands.label import inputs as label_inputs
+from rlhf_cli.commands.label.agreement import print_summary
+from rlhf_cli.commands.label.at_terminal import label_at_terminal
+from rlhf_cli.commands.label.candidates import CandidateFile, ordered_pairs, report_unusable
+from rlhf_cli.commands.label.exchange import FORMATS, export_pairs, import_labels
+from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions
+from rlhf_cli.commands.label.judging import label_by_judge, load_judge
+from rlhf_cli.commands.label.session import LabelSession, parse_annotators
+from rlhf_cli.commands.label.store import LabelStore
+from rlhf_cli.config.base import Options
+from rlhf_cli.data.labels import LABELS, preference_pairs_of
+from rlhf_cli.errors import RLHFError, install_hint, shown
+from rlhf_cli.files import make_folder
+from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.rewards.function import no_bytecode_files
+from rlhf_cli.runs.locks import lock_folder
+
+LABELS_FOLDER = "labels"  # of a run
+POOL = 4  # times as many pairs are drawn as are labelled, if the uncertain ones among them come first
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
+    """Label until all pairs have a label, or the command is ended; every label is on disk by then.
+
+    Raises RLHFError as `read_inputs` does, C15 if another process labels the same folder, D20 for a file that was
+    edited by hand, E03 if a label cannot be written.
+    """
+    annotators = _annotators(label_options)
+    _require_format(label_options)
+    if label_options.export is not None and label_options.format is None:
+        _export(folder, label_options)
+        return
+
+    with no_bytecode_files():
+        inputs = label_inputs.read_inputs(folder, label_options, options)
+        labels_folder = _labels_folder(inputs.run, label_options)
+        make_folder(labels_folder)
+        lock_folder(labels_folder, hint="open the page that it serves, or give another --name")
+        label_inputs.keep_settings(labels_folder, inputs, label_options)
+        candidates = _draw(labels_folder, inputs, label_options, options)
+        pairs = ordered_pairs(candidates.candidates, label_options.order, label_options.n)
+        if not pairs:
+            raise RLHFError("D05", "no two answers differ: there is nothing to compare", hint="--answers 4 draws more")
+        session = LabelSession(
+            pairs,
+            LabelStore(labels_folder),
+            annotators,
+            overlap=label_options.overlap,
+            seed=label_options.seed,
+        )
+        if len(pairs) < label_options.n:
+            terminal.say(
+                f"label    {len(pairs)} pairs, not {label_options.n}: all prompts are answered; --answers 4 draws more"
+            )
+        terminal.say(f"label    {len(pairs)} pairs in {shown(labels_folder)}: {session.done} of {session.total} labels")
+        if label_options.export is not None and label_options.format is not None:
+            export_pairs(session, label_options.export, label_options.format)
+            return
+        _label(session, inputs, label_options, options)
+    print_summary(session.store.labels, [model.name for model in inputs.policies])
+    terminal.say(f"label    {session.done} of {session.total} labels in {shown(labels_folder / LABELS)}")
+
+
+def _draw(folder: Path, inputs: LabelInputs, label_options: LabelOptions, options: Options) -> CandidateFile:
+    """Return the candidates, with as many usable pairs as are needed, if there are prompts enough."""
+    candidates = CandidateFile(folder, inputs.rows)
+    needed = label_options.n * (POOL if label_options.scores else 1)
+    if candidates.lacks(needed):
+        sampler = label_inputs.load_sampler(inputs, label_options, options)
+        names = " and ".join(model.name for model in inputs.policies)
+        terminal.say(
+            f"label    {names} answer {len(inputs.rows)} prompts at most, {label_options.answers} answers each"
+        )
+        candidates.extend(sampler, needed)
+    report_unusable(candidates.candidates)
+    return candidates
+
+
+def _label(session: LabelSession, inputs: LabelInputs, label_options: LabelOptions, options: Options) -> None:
+    """Let whom the command line names label the pairs."""
+    if label_options.import_ is not None and label_options.format is not None:
+        import_labels(session, label_options.import_, label_options.format)
+    elif label_options.by is not None:
+        label_by_judge(session, load_judge(label_options.by, inputs, options))
+    elif label_options.terminal:
+        with suppress(KeyboardInterrupt):  # as q: every label is on disk
+            label_at_terminal(session)
+    else:
+        _serve(session, label_options.port)
+
+
+def _require_format(label_options: LabelOptions) -> None:
+    """Raise RLHFError C07 for an unknown --format, C11 for --import without one."""
+    form = label_options.format
+    names = ", ".join(FORMATS)
+    if form is not None and form not in FORMATS:
+        raise RLHFError("C07", f"--format {form}: not one of {names}")
+    if form is None and label_options.import_ is not None:
+        raise RLHFError("C11", "--import needs the name of the tool that wrote the file", hint=f"--format {names}")
+    if form is not None and label_options.import_ is None and label_options.export is None:
+        raise RLHFError("C11", "--format is of a file", hint="name it: --export FILE or --import FILE")
+
+
+def _serve(session: LabelSession, port: int) -> None:
+    """Serve the page. Raises RLHFError E09 without the packages of the extra `label`."""
+    try:
+        from rlhf_cli.commands.label.server import serve
+    except ModuleNotFoundError as error:
+        hint = f"{install_hint('label')}, or label in the terminal: --terminal"
+        raise RLHFError("E09", f"the page needs {error.name}", hint=hint) from error
+    serve(session, port)
+
+
+def _annotators(label_options: LabelOptions) -> list[str]:
+    """Return the names of those who label. Raises RLHFError C11."""
+    if label_options.by is None:
+        return parse_annotators(label_options.annotators)
+    if label_options.terminal:
+        raise RLHFError("C11", "--by and --terminal: either a judge labels or people do", hint="omit one of them")
+    return [label_options.by]
+
+
+def _labels_folder(run: Path, label_options: LabelOptions) -> Path:
+    """Return RUN/labels/NAME. Raises RLHFError S03 for a name that is no name of a folder."""
+    name = label_options.folder_name
+    if not NAME.fullmatch(name):
+        raise RLHFError("S03", f"--name {name}: letters, digits, `-`, `_` and `.` only")
+    return run / LABELS_FOLDER / name
+
+
+def _export(folder: Path, label_options: LabelOptions) -> None:
+    """Write the labelled pairs as rows {prompt, chosen, rejected}, and say how many.
+
+    Raises RLHFError C15 if the file exists, D01 without labels.
+    """
+    path = label_options.export
+    assert path is not None
+    labels_folder = _labels_folder(folder, label_options)
+    if not (labels_folder / LABELS).is_file():
+        raise RLHFError("D01", f"no labels in {shown(labels_folder)}", hint=f"rlhf label {shown(folder)} writes them")
+    if path.exists():
+        raise RLHFError("C15", f"{shown(path)} exists already and is not overwritten", hint="name another file")
+    rows = [row for _, row in preference_pairs_of(labels_folder)]
+    write_jsonl(path, rows)
+    terminal.out(f"{shown(path)}: {len(rows)} pairs")

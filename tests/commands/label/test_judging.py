@@ -1,0 +1,68 @@
+"""Labels by a judge: functions, reward models, and names that are none."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from label_run import label
+from ppo_folder import lines, must_succeed
+from transformers import AutoModelForSequenceClassification
+
+from rlhf_cli import data
+from rlhf_cli.models import tokenizers
+
+pytestmark = pytest.mark.training
+
+
+@pytest.fixture
+def run(label_origin: Path, here: Path) -> Path:
+    return Path(shutil.copytree(label_origin, "run"))
+
+
+@pytest.mark.parametrize(("judge", "name"), [("short", "short"), ("judges:short", "judges.short")])
+def test_a_function_prefers_the_answer_with_the_higher_score(run: Path, judge: str, name: str) -> None:
+    must_succeed(label(run, "--by", judge, "--n", 8))
+    rows = lines(run / f"labels/{name}/labels.jsonl")
+    assert len(rows) == 8 and {row["annotator"] for row in rows} == {judge}
+    for row in rows:
+        first, second = map(len, row["answers"])
+        assert row["choice"] == ("tie" if first == second else "first" if first < second else "second")
+    assert {tuple(row["order"]) for row in rows} == {(0, 1), (1, 0)}
+
+
+def test_a_reward_model_prefers_the_answer_that_it_scores_higher(run: Path) -> None:
+    must_succeed(label(run, "--by", "reward", "--n", 4))
+    model = AutoModelForSequenceClassification.from_pretrained(run / "reward/model").eval()
+    tokenizer = tokenizers.load_tokenizer(run / "sft/model")
+
+    def score(prompt: str, answer: str) -> float:
+        ids, response = data.encode(tokenizer, prompt, answer)
+        with torch.no_grad():
+            return float(model(torch.tensor([ids + response])).logits)
+
+    for row in lines(run / "labels/reward/labels.jsonl"):
+        first, second = (score(row["prompt"], answer) for answer in row["answers"])
+        assert row["choice"] == ("first" if first > second else "second")
+
+
+def test_a_judge_that_is_ended_continues_behind_its_last_label(run: Path) -> None:
+    must_succeed(label(run, "--by", "short", "--n", 8))
+    path = run / "labels/short/labels.jsonl"
+    whole = lines(path)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    must_succeed(label(run, "--by", "short", "--n", 8))
+    assert [(row["pair"], row["choice"]) for row in lines(path)] == [(row["pair"], row["choice"]) for row in whole]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--by", "shrt"], "C07", "did you mean"),
+        (["--by", "judges:missing"], "C17", "cannot import"),
+        (["--by", "short", "--terminal"], "C11", "either a judge labels or people do"),
+    ],
+)
+def test_a_judge_that_cannot_label_is_refused(run: Path, arguments: list[str], code: str, says: str) -> None:
+    result = label(run, *arguments)
+    assert result.exit_code == 2 and f"error[{code}]" in result.stderr and says in result.stderr
