@@ -13,6 +13,7 @@ from rlhf_cli.commands.plan.advice import advice, fits, overhead_of
 from rlhf_cli.commands.plan.inputs import ModelResolver
 from rlhf_cli.commands.plan.show import show, show_total
 from rlhf_cli.config.base import Config, Options
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load, stage_of
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stages import MODES, TRLConfig
@@ -24,6 +25,7 @@ from rlhf_cli.planning.estimate import Estimate, estimate_stage
 from rlhf_cli.planning.target import Target
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.resolve import models_in_memory
+from rlhf_cli.stages.eval import pairwise_judges
 
 ATTAINED = 0.4  # of a GPU's peak FLOP/s, assumed for a GPU that is not here
 
@@ -146,7 +148,23 @@ def _plan(
         "steps": stage.steps,
         "steps_are": stage.steps_are,
         "advice": [] if verdict else advice(stage, overrides, chain, process),
+        **_judges(stage),
     }
+
+
+def _judges(stage: Estimate) -> dict[str, Any]:
+    """Return what the judges that compare answers cost at most, by name; nothing without any."""
+    config = stage.config
+    data = stage.data
+    if not isinstance(config, EvalConfig) or not config.pairwise_judges:
+        return {}
+    prompt_tokens = data.lengths.prompt_mean or data.lengths.prompt
+    response_tokens = data.lengths.response_mean or data.lengths.response
+    judges = {}
+    for name, settings in config.pairwise_judges.items():
+        tokens = pairwise_judges.most_tokens(settings, data.rows, prompt_tokens, response_tokens)
+        judges[name] = {"calls": pairwise_judges.most_calls(settings, data.rows), "tokens": tokens}
+    return {"judges": judges}
 
 
 def _total(plans: Sequence[dict[str, Any]], load_seconds: float | None) -> dict[str, Any]:

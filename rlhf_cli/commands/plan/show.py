@@ -6,6 +6,7 @@ from rlhf_cli import system, terminal
 from rlhf_cli.models import devices
 from rlhf_cli.planning.memory import KINDS
 from rlhf_cli.planning.target import Target
+from rlhf_cli.stages.eval import pairwise_judges
 
 GENERATING = ("ppo", "eval")
 VERDICTS = {True: "fits", False: "does not fit", None: "may fit with its optimizer"}
@@ -20,6 +21,8 @@ def show(plan: dict[str, Any], target: Target) -> None:
     _show_memory(plan, target)
     _show_time(plan)
     terminal.out(f"data     {_rows(plan)}")
+    for name, cost in plan.get("judges", {}).items():
+        terminal.out(f"judge    {name}: {pairwise_judges.describe_most(cost['calls'], cost['tokens'])}")
     terminal.out()
 
 
