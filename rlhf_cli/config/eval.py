@@ -222,6 +222,9 @@ class EvalConfig(Config):
         match parts:
             case ["win_rate", _, judge, *last] | ["selected", "win_rate" | "judges", judge, *last]:
                 _require_known(judge, judges, "judge of this file", key=key)
+                if judge in self.pairwise_judges and not key.startswith("win_rate.ppo_vs_sft."):
+                    text = f"{REQUIRE}: {judge} compares sampled answers of PPO and SFT alone"
+                    raise invalid(text, f"write win_rate.ppo_vs_sft.{judge}.value", REQUIRE)
                 if not last:
                     hint = f"write {key}.{'mean' if 'judges' in parts else 'value'}"
                     raise invalid(f"{REQUIRE}: {key} is no number of the report", hint, REQUIRE)

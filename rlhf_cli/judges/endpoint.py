@@ -1,7 +1,6 @@
 """Calls of an OpenAI-compatible endpoint: repeated for a bounded time, then one error with a code."""
 
 import asyncio
-import importlib
 import importlib.util
 import json
 import os
@@ -73,7 +72,8 @@ class Endpoint:
 
     def client(self) -> Any:
         """Return the connections of one event loop, a context manager."""
-        openai = importlib.import_module("openai")
+        import openai  # takes a second
+
         return openai.AsyncOpenAI(base_url=self.settings.url, api_key=self.key, max_retries=0)
 
     async def ask(self, client: Any, message: str) -> Reply:
@@ -88,6 +88,7 @@ class Endpoint:
                 tries += 1
                 if time.monotonic() + wait > deadline:
                     raise self._gave_up(busy, tries) from None
+                terminal.log_once(f"judge {self.name}: {busy}; trying again for {self.settings.max_wait:g} s")
             await asyncio.sleep(wait)
 
     async def _ask_once(self, client: Any, message: str) -> Reply:

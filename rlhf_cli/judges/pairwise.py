@@ -69,9 +69,13 @@ class Comparison:
 
 @dataclass
 class Cost:
-    """What the answers of an evaluation cost, whenever they were given; `asked` are the calls of this process."""
+    """What the answers of an evaluation cost, whenever they were given.
+
+    `kept` of them were on disk; `asked` is the number of calls now.
+    """
 
     answers: int = 0
+    kept: int = 0
     calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -135,6 +139,7 @@ class PairwiseJudge:
         """Return the winner of each question, from the file or from the model."""
         keys = {question: self._key(question) for question in dict.fromkeys(questions)}
         missing = [question for question, key in keys.items() if key not in self.file]
+        self.cost.kept += len(keys) - len(missing)
         if missing:
             with Progress(f"judge {self.name}", len(keys), unit, done=len(keys) - len(missing)) as bar:
                 asyncio.run(self._ask_all(missing, bar))

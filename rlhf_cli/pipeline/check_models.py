@@ -194,7 +194,8 @@ class StageValidator:
         length = self._response_length(stage, config)
         read = partial(reading.read_prompts, config, "data.prompts", tokenizer, model_config, length)
         rows = self._read_rows(stage, "data.prompts", read)
-        self._check_pairwise_judges(config, rows, length)
+        if not stage.finished:  # a finished evaluation calls nothing
+            self._check_pairwise_judges(config, rows, length)
         if rows is None:
             return
 

@@ -70,11 +70,10 @@ def describe_most(calls: int, tokens: int) -> str:
 
 def describe_cost(name: str, cost: Cost) -> str:
     """Return what an evaluation cost as text."""
-    kept = cost.answers - cost.asked
     tokens = cost.prompt_tokens + cost.completion_tokens
     text = f"judge {name}: {cost.asked:,} calls now"
-    if kept > 0:
-        text += f", {kept:,} answers were on disk"
+    if cost.kept:
+        text += f", {cost.kept:,} answers were on disk"
     return f"{text}; all answers together took {tokens:,} tokens" if tokens else text
 
 

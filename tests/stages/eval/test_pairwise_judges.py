@@ -68,6 +68,7 @@ def test_an_evaluation_asks_once_and_shows_how_far_to_believe_it(run: Path, serv
     assert f"judge llm: 0 calls now, {cost['answers']} answers were on disk" in result.stderr
     judged(run, server, url="http://127.0.0.1:9/v1", concurrency=1, max_calls=60, timeout=1.0)
     assert "finished already" in must_succeed(rlhf("eval", "-c", run / "eval.yaml")).stderr
+    must_succeed(rlhf("check", run / "eval.yaml", "-s", "judges.llm.openai.key_env=NOT_SET"))
 
 
 def test_a_cut_evaluation_goes_on(run: Path, server: StandIn) -> None:
