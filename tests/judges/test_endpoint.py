@@ -99,7 +99,8 @@ def test_a_refusal_is_not_repeated_and_says_what_to_do(server: StandIn, tmp_path
 @pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b'{"choices": []}', b'{"choices": [{"message": null}]}'])
 def test_an_answer_of_another_form_is_asked_for_once_more(server: StandIn, tmp_path: Path, body: bytes) -> None:
     server.every = lambda _: (200, body, {})
-    assert "J01" in error_of(judge_of(server, tmp_path)) and "answers nothing" in error_of(judge_of(server, tmp_path))
+    line = error_of(judge_of(server, tmp_path, concurrency=1))
+    assert "J01" in line and "answers nothing" in line and len(server.requests) == 2
     server.every = None
     server.faults = [lambda _: (200, body, {})]
     judge = judge_of(server, tmp_path)
