@@ -23,6 +23,7 @@ LONGEST_WAIT_S = 30.0  # between two tries, unless Retry-After asks for more
 WAIT_AND_REPEAT = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS)
 REFUSES_SCHEMA = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
 HINTS = {
+    HTTPStatus.BAD_REQUEST: "parameters can replace fields of the request, such as {temperature: 1}, and add others",
     HTTPStatus.UNAUTHORIZED: "put the endpoint's key into the variable that key_env names",
     HTTPStatus.FORBIDDEN: "put the endpoint's key into the variable that key_env names",
     HTTPStatus.NOT_FOUND: "compare url and model with what the endpoint lists under /models",

@@ -93,7 +93,8 @@ def test_a_refusal_is_not_repeated_and_says_what_to_do(server: StandIn, tmp_path
         assert says in error_of(judge_of(server, tmp_path, concurrency=1))
 
     server.every = lambda body: failure(400, "the context has 10 tokens")  # with and without a schema
-    assert "answered 400: 'the context has 10 tokens'" in error_of(judge_of(server, tmp_path, concurrency=1))
+    line = error_of(judge_of(server, tmp_path, concurrency=1))
+    assert "answered 400: 'the context has 10 tokens'" in line and "such as {temperature: 1}" in line
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b'{"choices": []}', b'{"choices": [{"message": null}]}'])
