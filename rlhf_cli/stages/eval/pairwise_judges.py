@@ -103,7 +103,7 @@ def add_win_rates(
     sampled = {each.model: each for each in evaluated if each.mode == "sampled"}
     ppo, sft = sampled["ppo"], sampled["sft"]
     rows = zip(prompts, ppo.responses, sft.responses, strict=True)
-    pairs = [Pair(_text(prompt), ours.strip(), theirs.strip()) for prompt, ours, theirs in rows]
+    pairs = [Pair(shown_prompt(prompt), ours.strip(), theirs.strip()) for prompt, ours, theirs in rows]
 
     compared = {name: judge.compare(pairs) for name, judge in judges.items()}
     rates = {**report.win_rate[PPO_OVER_SFT], **pairwise_win_rates(compared, ppo, sft)}
@@ -115,7 +115,7 @@ def add_win_rates(
     )
 
 
-def _text(prompt: data.Prompt) -> str:
+def shown_prompt(prompt: data.Prompt) -> str:
     """Return what the judge is shown of a prompt: of a conversation with several messages, with their roles."""
     if isinstance(prompt.text, str) or len(prompt.text) == 1:
         return joined(prompt.text)

@@ -12,6 +12,10 @@ from ppo_folder import EVAL, evaluate, fails, lines, manifest, must_succeed, rlh
 from report_run import text_of
 from stand_in_judge import MODEL, StandIn
 
+from rlhf_cli.data import Prompt
+from rlhf_cli.data.readers import RowLocation
+from rlhf_cli.stages.eval import pairwise_judges
+
 pytestmark = pytest.mark.training
 QUICK = {"n": 12, "best_of": [2], "frontier": False, "modes": ["sampled"], "per_device_batch_size": 8}
 
@@ -86,6 +90,14 @@ def test_a_judge_that_always_takes_the_first_ends_before_anything_is_sampled(run
     result = rlhf("eval", "-c", run / "eval.yaml")
     fails(result, "J02", "16 of 16 pairs", exit_code=1)
     assert len(server.requests) == 28 and "round" not in result.stderr
+
+
+def test_a_conversation_is_shown_with_its_roles_and_a_single_question_as_it_is() -> None:
+    place = RowLocation(Path("p.jsonl"), 1)
+    question = {"role": "user", "content": "Why?"}
+    asked = [question, {"role": "assistant", "content": "So."}, {"role": "user", "content": "How?"}]
+    texts = [pairwise_judges.shown_prompt(Prompt([], text, place)) for text in ("Why?", [question], asked)]
+    assert texts == ["Why?", "Why?", "user: Why?\n\nassistant: So.\n\nuser: How?"]
 
 
 def test_check_and_plan_say_the_cost_before(run: Path, server: StandIn) -> None:
