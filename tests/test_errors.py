@@ -33,7 +33,7 @@ def test_an_error_crosses_processes_whole() -> None:
 
 def test_every_code_has_a_meaning_and_a_fix_and_tells_when_it_only_warns() -> None:
     for name, code in CODES.items():
-        assert re.fullmatch(r"[CDTMERS][0-9]{2}", name) and code.exit in (0, 1, 2)
+        assert re.fullmatch(r"[CDTMERJS][0-9]{2}", name) and code.exit in (0, 1, 2)
         assert code.title and code.meaning.endswith(".") and code.fix, name
     warned = [
         code

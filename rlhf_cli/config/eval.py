@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name
+from rlhf_cli.config.judges import OpenAIJudge
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.machinery.section import AtLeastTwo, InsideUnitInterval, Section, invalid
 from rlhf_cli.config.ppo import BUILTINS, VERIFIERS
@@ -123,18 +124,29 @@ def _require_known(name: str, known: set[str], noun: str, *, key: str, location:
         raise invalid(f"{location}: {key} does not name a {noun}", hint, location)
 
 
-class BuiltinJudge(Section):
-    """A built-in reward function as a judge."""
+class JudgeSettings(Section):
+    """A judge that is no path: a built-in reward function, or a language model that is asked."""
 
-    builtin: str
+    builtin: str | None = None
     parameters: dict[str, Any] = Field(default_factory=dict)
+    openai: OpenAIJudge | None = None
+
+    @model_validator(mode="after")
+    def _check_one_kind(self) -> Self:
+        if (self.builtin is None) == (self.openai is None):
+            raise invalid("a judge is either builtin or openai", "set one of them", code="C05")
+        if self.parameters and self.builtin is None:
+            raise invalid("parameters belong to builtin", "move them below openai", "parameters")
+        return self
 
 
-def judge_kind(judge: str | BuiltinJudge) -> Literal["model", "function", "verifier"]:
+def judge_kind(judge: str | JudgeSettings) -> Literal["model", "function", "verifier", "openai"]:
     """Return what a judge is; built-in functions that know no right answer are functions."""
-    if isinstance(judge, BuiltinJudge):
-        return "verifier" if judge.builtin in VERIFIERS else "function"
-    return "function" if FUNCTION.fullmatch(judge) else "model"
+    if isinstance(judge, str):
+        return "function" if FUNCTION.fullmatch(judge) else "model"
+    if judge.openai is not None:
+        return "openai"
+    return "verifier" if judge.builtin in VERIFIERS else "function"
 
 
 class EvalConfig(Config):
@@ -143,7 +155,7 @@ class EvalConfig(Config):
     stage: Literal["eval"] = "eval"
     models: EvalModels = Field(default_factory=EvalModels)
     policies: dict[Annotated[Name, AfterValidator(_policy_name)], ModelPath] = Field(default_factory=dict)
-    judges: dict[Name, Annotated[JudgePath, AfterValidator(_judge)] | BuiltinJudge] = Field(default_factory=dict)
+    judges: dict[Name, Annotated[JudgePath, AfterValidator(_judge)] | JudgeSettings] = Field(default_factory=dict)
     data: EvalData
     eval: EvalSettings = Field(default_factory=EvalSettings)
 
@@ -156,22 +168,46 @@ class EvalConfig(Config):
                 raise invalid(text, "rename the judge, or set models.reward: null", "judges.reward")
             judges.add("reward")
 
+        scoring = judges - self.pairwise_judges.keys()
+        self._check_pairwise(scoring)
         for key, off in {"best_of": "[]", "limit": "null"}.items():
-            if getattr(self.eval, key) and "reward" not in judges:
+            if getattr(self.eval, key) and "reward" not in scoring:
                 text = f"eval.{key} needs a reward, but models.reward is null"
                 raise invalid(text, f"add a judge named `reward`, or set eval.{key}: {off}", f"eval.{key}")
         if self.eval.selection:
             judge = self.eval.selection.judge
-            _require_known(judge, judges, "judge of this file", key=judge, location="eval.select")
+            if judge in self.pairwise_judges:
+                text = f"eval.select: {judge} compares two answers, and the frontier needs scores"
+                raise invalid(text, "select by a judge that scores answers", "eval.select")
+            _require_known(judge, scoring, "judge of this file", key=judge, location="eval.select")
         for key in self.eval.require:
             self._check_required(key, judges)
         return self
+
+    @property
+    def pairwise_judges(self) -> dict[str, OpenAIJudge]:
+        """Return the judges that compare two answers, by name; all others score one answer."""
+        sections = {name: judge.openai for name, judge in self.judges.items() if isinstance(judge, JudgeSettings)}
+        return {name: section for name, section in sections.items() if section is not None}
+
+    def _check_pairwise(self, scoring: set[str]) -> None:
+        """Refuse pairwise judges where a judge that scores single answers is needed."""
+        for name in self.pairwise_judges:
+            key = f"judges.{name}"
+            if name == "reward":
+                raise invalid(f"{key}: a judge that compares two answers is no reward", "rename it", key)
+            if not scoring:
+                text = f"{key} compares answers, and the evaluation also needs a judge that scores them"
+                raise invalid(text, "set models.reward, or add a function or built-in judge", key)
 
     def identity(self) -> dict[str, Any]:
         """Return the identity and output.snapshots of PPO, whose policies the frontier shows; None if unknown."""
         tree = super().identity()
         of_ppo = read_json_object(Path(self.models.ppo) / "identity.json")
         tree["snapshots_of_ppo"] = at(of_ppo, "config.output.snapshots")
+        for name in self.pairwise_judges:
+            for key in OpenAIJudge.OF_TRANSPORT:
+                del tree["judges"][name]["openai"][key]
         return tree
 
     def _check_required(self, key: str, judges: set[str]) -> None:
@@ -193,6 +229,9 @@ class EvalConfig(Config):
         match parts:
             case ["win_rate", _, judge, *last] | ["selected", "win_rate" | "judges", judge, *last]:
                 _require_known(judge, judges, "judge of this file", key=key)
+                if judge in self.pairwise_judges and not key.startswith("win_rate.ppo_vs_sft."):
+                    text = f"{REQUIRE}: {judge} compares sampled answers of PPO and SFT alone"
+                    raise invalid(text, f"write win_rate.ppo_vs_sft.{judge}.value", REQUIRE)
                 if not last:
                     hint = f"write {key}.{'mean' if 'judges' in parts else 'value'}"
                     raise invalid(f"{REQUIRE}: {key} is no number of the report", hint, REQUIRE)

@@ -82,10 +82,10 @@ def sampled_results(policies: Mapping[str, EvalResponses]) -> SampledResults:
 
 def win_rates(policy: EvalResponses, baseline: EvalResponses) -> WinRates:
     """Return per judge the fraction of prompts on which `policy` scores above `baseline`; a tie counts 0.5."""
-    return {judge: _win_rate(judge, policy, baseline) for judge in policy.scores}
+    return {judge: win_rate(judge, policy, baseline) for judge in policy.scores}
 
 
-def _win_rate(judge: str, policy: EvalResponses, baseline: EvalResponses) -> WinRate:
+def win_rate(judge: str, policy: EvalResponses, baseline: EvalResponses) -> WinRate:
     """Return a judge's win rate, also length-controlled if possible, and its agreement with the reward model."""
     prompts = policy.prompts
     scores = policy.scores[judge]

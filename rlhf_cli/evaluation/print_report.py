@@ -44,6 +44,8 @@ def _print_policies(report: Report) -> None:
     if rates:
         terminal.out()
         terminal.table(columns, rates)
+    for sentence in report_text.pairwise_sentences(report):
+        terminal.out(sentence)
     if report.by:
         terminal.out()
         terminal.table(*report_text.groups_table(report.by), title=report_text.groups_title(report.by))

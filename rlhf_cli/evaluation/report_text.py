@@ -194,6 +194,24 @@ def disagreement(reward: str, judge: str, rate: WinRate) -> Iterator[str]:
         )
 
 
+def pairwise_sentences(report: Report) -> Iterator[str]:
+    """Yield for each judge that compared answers how far its win rate can be believed, and what it cost."""
+    for judge, rate in report.ppo_over_sft.items():
+        cost = (report.judge_costs or {}).get(judge)
+        if cost is None:
+            continue
+        parts = []
+        if rate.consistency is not None:
+            parts.append(f"both orders agree on {with_interval(rate.consistency, rate.consistency_ci95)} of the pairs")
+        if rate.first_slot is not None:
+            parts.append(f"the answer shown first wins {with_interval(rate.first_slot, rate.first_slot_ci95)}")
+        for other, agreed in (rate.agreement or {}).items():
+            parts.append(f"it agrees with {other} on {with_interval(agreed.value, agreed.ci95)}")
+        tokens = cost.prompt_tokens + cost.completion_tokens
+        took = f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
+        yield f"Judge {judge}, {cost.model}: {'; '.join([*parts, took])}"
+
+
 def other_policies(report: Report) -> list[str]:
     """Return the names of the policies that were compared beside base, SFT and PPO."""
     compared = {pair.removesuffix("_vs_sft") for pair in report.win_rate} - {"ppo"}

@@ -26,7 +26,7 @@ from rlhf_cli.rewards.signature import RewardFn
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key, is_scorer_key
 from rlhf_cli.stages.common import batch_sizes, machine, model_loading, reading, scoring, trainable_model, training_rows
-from rlhf_cli.stages.eval import evaluation_inputs
+from rlhf_cli.stages.eval import evaluation_inputs, pairwise_judges
 from rlhf_cli.stages.ppo import prompt_rows, reward_sources, setup
 
 Row = TypeVar("Row")
@@ -211,6 +211,8 @@ class StageValidator:
         length = self._response_length(stage, config)
         read = partial(reading.read_prompts, config, "data.prompts", start.tokenizer, start.model_config, length)
         rows = self._read_rows(stage, "data.prompts", read)
+        if not stage.finished:  # a finished evaluation calls nothing
+            self._check_pairwise_judges(config, rows, length)
         if rows is None:
             return
 
@@ -221,6 +223,18 @@ class StageValidator:
             self._try_functions(stage, "judges", functions, rows, start.tokenizer)
         for train_rows in self.trained_on:
             data.warn_shared(train_rows, rows, where=config.where("data.prompts"))
+
+    def _check_pairwise_judges(
+        self, config: EvalConfig, rows: Sequence[data.Prompt] | None, response_length: int
+    ) -> None:
+        """Check the judges that compare answers, and add what they cost at most; without rows, beside the prompts."""
+        count = config.eval.n if rows is None else min(config.eval.n, len(rows))
+        self.report.attempt(pairwise_judges.check_judges, config, count)
+        prompt_tokens = sum(len(row.ids) for row in rows) / len(rows) if rows else 0
+        for name, settings in config.pairwise_judges.items():
+            calls = pairwise_judges.most_calls(settings, count)
+            tokens = pairwise_judges.most_tokens(settings, count, prompt_tokens, response_length)
+            self.report.add("eval", f"judges.{name}", pairwise_judges.describe_most(calls, tokens))
 
     def _response_length(self, stage: StageCheck, config: EvalConfig) -> int:
         """Return the length of responses that an evaluation samples: its own, or that of PPO."""

@@ -241,11 +241,13 @@ def _difference(judge: str, rated_runs: Sequence[RatedRun]) -> str:
 
 
 def _judge_model(run: Run, judge: str) -> str:
-    """Return the hash of a judge's model, or else its setting."""
+    """Return the hash of a judge's model, or the name of a language model, or else its setting."""
     key = "models.reward" if judge == "reward" else f"judges.{judge}"
     stage = run.stages["eval"]
     parent = stage.manifest.parents.get(key)
-    return str(parent.sha256 if parent else stage.setting(key))
+    if parent:
+        return str(parent.sha256)
+    return str(stage.setting(f"{key}.openai.model") or stage.setting(key))
 
 
 # Curves

@@ -227,6 +227,7 @@ def _results(report: Report) -> dict[str, Any]:
         "limit_lines": list(report_text.limit_lines(report)),
         "wins": figures.wins(report),
         "win_rates": report_text.win_rate_table(report),
+        "pairwise": list(report_text.pairwise_sentences(report)),
         "policies": report_text.policies_table(report),
         "groups": report_text.groups_table(report.by) if report.by else (),
         "groups_title": report_text.groups_title(report.by) if report.by else "",

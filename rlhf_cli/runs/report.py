@@ -25,7 +25,7 @@ from rlhf_cli.runs.layout import REPORT
 from rlhf_cli.runs.strict_json import Bounds, Count, Interval, Share, StrictModel, describe_problem
 
 PPO_OVER_SFT = "ppo_vs_sft"
-JudgeKind = Literal["model", "function", "verifier"]
+JudgeKind = Literal["model", "function", "verifier", "openai"]
 
 
 # Policies and win rates
@@ -39,6 +39,13 @@ class JudgeMean(StrictModel):
     from_best: float | None = None
     from_best_ci95: Interval = None
     within_noise: bool | None = None
+
+
+class Agreement(StrictModel):
+    """On which share of the prompts that two judges decide they prefer the same answer."""
+
+    value: Share
+    ci95: Bounds
 
 
 class WinRate(StrictModel):
@@ -55,6 +62,11 @@ class WinRate(StrictModel):
     difference_ci95: Interval = None
     agrees_with_reward: Share | None = None
     agrees_with_reward_ci95: Interval = None
+    agreement: dict[str, Agreement] | None = None  # of a pairwise judge with every other judge
+    consistency: Share | None = None  # of a pairwise judge: both orders name the same answer, or both a tie
+    consistency_ci95: Interval = None
+    first_slot: Share | None = None  # how often the answer that is shown first wins
+    first_slot_ci95: Interval = None
 
 
 WinRates = dict[str, WinRate]  # by judge
@@ -306,6 +318,16 @@ def reward_model_result(
 # The report
 
 
+class JudgeCost(StrictModel):
+    """What the answers of a pairwise judge cost, whenever they were given."""
+
+    model: str
+    answers: int
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
 class Report(StrictModel):
     """eval/report.json."""
 
@@ -317,6 +339,7 @@ class Report(StrictModel):
     greedy: SampledResults | None = None
     best_of: list[BestOfN] | None = None
     judge_kinds: dict[str, JudgeKind] | None = None
+    judge_costs: dict[str, JudgeCost] | None = None
     by: PromptGroups | None = None
     interpolated: list[InterpolatedPolicy] | None = None
     no_frontier: str | None = None  # the reason

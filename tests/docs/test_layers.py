@@ -20,14 +20,14 @@ from rlhf_cli.stages.ppo.run import run
 
 ROOT = Path(__file__).parents[2] / "rlhf_cli"
 # From the ground up; the modules at the top of rlhf_cli/ and the table of error codes are below all packages.
-LAYERS = ("config", "tracking", "data", "runs", "models", "rewards", "evaluation", "ppo", "planning", "stages", "demo")
-LAYERS += ("report", "pipeline", "commands", "cli", "__main__")
+LAYERS = ("config", "tracking", "data", "runs", "judges", "models", "rewards", "evaluation", "ppo", "planning")
+LAYERS += ("stages", "demo", "report", "pipeline", "commands", "cli", "__main__")
 LAYERS += ("experimental",)  # above all: nothing imports it, but by the name of a config
 # Within config/: the machinery knows no schema, and what needs all schemas is above them.
 CONFIG_LAYERS = (
     {"sources", "machinery"},
     {"base"},
-    {"sections"},
+    {"sections", "judges"},
     {"sft", "reward", "dpo", "ppo", "eval"},
     {"stages"},
     {"messages", "loading", "json_schema"},

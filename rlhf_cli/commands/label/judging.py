@@ -4,17 +4,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf_cli import data, runs
 from rlhf_cli.commands.label.candidates import scores_of
 from rlhf_cli.commands.label.inputs import LabelInputs, evaluation
 from rlhf_cli.commands.label.session import LabelSession, Shown
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.eval import BuiltinJudge
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOConfig, RewardSourceSettings
 from rlhf_cli.errors import RLHFError, did_you_mean, shown
+from rlhf_cli.judges.pairwise import Pair, PairwiseJudge
 from rlhf_cli.models import load
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.devices import device
@@ -23,13 +23,39 @@ from rlhf_cli.rewards.function import RolloutReward
 from rlhf_cli.rewards.signature import check_columns
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import scoring
+from rlhf_cli.stages.eval.pairwise_judges import shown_prompt
 from rlhf_cli.stages.ppo import reward_sources, setup
 
 BATCH_PAIRS = 32  # scored together
 
 
+class PairJudge(Protocol):
+    """Labels pairs."""
+
+    def choices(self, pairs: Sequence[Shown]) -> list[str]:
+        """Return the slot of the better answer of each pair: 1, 2, tie, or skip if it cannot be told."""
+        ...
+
+
 @dataclass(frozen=True)
-class PairJudge:
+class ComparingJudge:
+    """Asks a language model about both answers of a pair, in both orders."""
+
+    judge: PairwiseJudge
+    prompts: Sequence[data.Prompt]
+
+    def choices(self, pairs: Sequence[Shown]) -> list[str]:
+        """Return the slot of the better answer of each pair: 1, 2, or tie."""
+        asked = []
+        for each in pairs:
+            first, second = each.answers
+            prompt = shown_prompt(self.prompts[_prompt_row(each)])
+            asked.append(Pair(prompt, first.strip(), second.strip()))
+        return [_slot(comparison.points, 0.5) for comparison in self.judge.compare(asked)]
+
+
+@dataclass(frozen=True)
+class ScoringJudge:
     """Scores both answers of a pair, and prefers the one with the higher score."""
 
     source: RolloutReward
@@ -47,14 +73,17 @@ class PairJudge:
         response_ids: list[list[int]] = []
         records: list[dict[str, Any]] = []
         for each in pairs:
-            row = int(each.pair.name.partition(":")[0])
             for answer in each.answers:
                 prompt, response = data.encode(self.inputs.tokenizer, each.pair.prompt, answer)
                 prompt_ids.append(prompt)
                 response_ids.append(response)
-                records.append(self.inputs.prompts[row].record)
+                records.append(self.inputs.prompts[_prompt_row(each)].record)
         rollout = Rollout.from_lists(prompt_ids, response_ids, stop_token_id=self.stop_token_id)
         return scores_of(self.source, replace(rollout, records=tuple(records)).to(device()))
+
+
+def _prompt_row(shown_pair: Shown) -> int:
+    return int(shown_pair.pair.name.partition(":")[0])
 
 
 def _slot(first: float, second: float) -> str:
@@ -85,6 +114,9 @@ def load_judge(name: str, inputs: LabelInputs, options: Options) -> PairJudge:
 
     Raises RLHFError C07 for an unknown name, C17, D02 for a function, M01-M10 for a model.
     """
+    asked = _pairwise_judge(name, inputs)
+    if asked is not None:
+        return asked
     source = _judge_source(name, inputs)
     config = inputs.config.model_copy(update={"rewards": {"judge": source}})
     policy = inputs.policies[0].parent
@@ -97,7 +129,27 @@ def load_judge(name: str, inputs: LabelInputs, options: Options) -> PairJudge:
     policy_text = scoring.PolicyText(policy, inputs.tokenizer, stop_token_id, inputs.prompts)
     cache = reward_sources.RewardModelCache(config, options, parents, policy_text)
     built = reward_sources.build_reward_sources(config, functions, cache)
-    return PairJudge(built["judge"], inputs, stop_token_id)
+    return ScoringJudge(built["judge"], inputs, stop_token_id)
+
+
+def _pairwise_judge(name: str, inputs: LabelInputs) -> ComparingJudge | None:
+    """Return the language model of this name in eval.yaml, after its probe; None for another name.
+
+    Raises RLHFError C17, E09, and J01-J04 as PairwiseJudge.
+    """
+    if FUNCTION.fullmatch(name) or not (inputs.run / "eval.yaml").is_file():
+        return None
+    config = evaluation(inputs.run)
+    settings = config.pairwise_judges.get(name)
+    if settings is None:
+        return None
+
+    def where(key: str) -> str:
+        return config.where(f"judges.{name}.openai.{key}".removesuffix("."))
+
+    judge = PairwiseJudge.of(name, settings, inputs.run, where)
+    judge.pass_probe()
+    return ComparingJudge(judge, inputs.prompts)
 
 
 def _judge_source(name: str, inputs: LabelInputs) -> RewardSourceSettings:
@@ -116,7 +168,7 @@ def _judge_source(name: str, inputs: LabelInputs) -> RewardSourceSettings:
         raise RLHFError("C07", f"--by {name}: not one of {', '.join(judges)}", hint=hint)
 
     judge = judges[name]
-    if isinstance(judge, BuiltinJudge):
+    if not isinstance(judge, str):
         return RewardSourceSettings(builtin=judge.builtin, parameters=judge.parameters)
     if FUNCTION.fullmatch(judge):
         return RewardSourceSettings(function=judge)

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from rlhf_cli.commands.plan.advice import Advice, advise, overhead_of, verdict
 from rlhf_cli.commands.plan.inputs import ModelResolver
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.errors import shown
 from rlhf_cli.planning.duration import estimate_duration
 from rlhf_cli.planning.estimate import Estimate
+from rlhf_cli.stages.eval import pairwise_judges
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,14 @@ class PhasePlan:
     bytes: dict[str, int]  # by kind
     total: int
     flops: float
+
+
+@dataclass(frozen=True)
+class JudgeCost:
+    """Most calls of a language model that judges, and about how many tokens they have."""
+
+    calls: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class StagePlan:
     steps: int
     steps_are: str
     advice: list[Advice]
+    judges: dict[str, JudgeCost]  # by name
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,23 @@ def plan_stage(
         steps=stage.steps,
         steps_are=stage.steps_are,
         advice=[] if fits else advise(stage, overrides, chain, process),
+        judges=_judge_costs(stage),
     )
+
+
+def _judge_costs(stage: Estimate) -> dict[str, JudgeCost]:
+    """Return what the judges of an evaluation that compare answers cost at most."""
+    if not isinstance(stage.config, EvalConfig):
+        return {}
+    rows = stage.data.rows
+    lengths = stage.data.lengths
+    prompt_tokens = lengths.prompt_mean or lengths.prompt
+    response_tokens = lengths.response_mean or lengths.response
+    costs = {}
+    for name, settings in stage.config.pairwise_judges.items():
+        tokens = pairwise_judges.most_tokens(settings, rows, prompt_tokens, response_tokens)
+        costs[name] = JudgeCost(pairwise_judges.most_calls(settings, rows), tokens)
+    return costs
 
 
 def plan_total(plans: Sequence[StagePlan], load_seconds: float | None) -> TotalPlan:

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_cli import config as configs
 from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.eval import BuiltinJudge, EvalConfig
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.errors import RLHFError, at_location, shown
@@ -142,11 +142,12 @@ def judge_functions(config: EvalConfig) -> dict[str, RewardFn]:
     functions: dict[str, RewardFn] = {}
     for name, judge in config.judges.items():
         key = f"judges.{name}"
-        if isinstance(judge, BuiltinJudge):
+        if isinstance(judge, str):
+            if FUNCTION.fullmatch(judge):
+                functions[name] = load_function(judge, folder=folder, where=config.where(key))
+        elif judge.builtin is not None:
             context = RewardContext(folder, partial(_where_option, config, key))
             functions[name] = builtin.make(judge, context)
-        elif FUNCTION.fullmatch(judge):
-            functions[name] = load_function(judge, folder=folder, where=config.where(key))
     return functions
 
 

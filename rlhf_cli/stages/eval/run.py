@@ -9,10 +9,12 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.evaluation.limit import build_limit
 from rlhf_cli.evaluation.responses import EvalResponses, sample_rows
 from rlhf_cli.evaluation.summary import build_report
+from rlhf_cli.judges.pairwise import PairwiseJudge
 from rlhf_cli.runs.layout import REPORT
 from rlhf_cli.runs.report import FrontierPoint, Report
 from rlhf_cli.stages.common import lifecycle
 from rlhf_cli.stages.eval.evaluation_inputs import EvaluationInputs, load_inputs
+from rlhf_cli.stages.eval.pairwise_judges import add_win_rates, open_judges
 from rlhf_cli.stages.eval.policy_evaluator import evaluate_policies
 from rlhf_cli.tracking.trackers import Trackers
 
@@ -29,9 +31,12 @@ def run(config: EvalConfig, options: Options) -> None:
 
 def _evaluate(config: EvalConfig, stage: lifecycle.StageRun) -> None:
     inputs = load_inputs(config, stage)
+    judges = stage.process_group.run_on_main(lambda: open_judges(config, len(inputs.prompts)))
     evaluated, draws = evaluate_policies(config, stage, inputs)
     runs.require_unchanged(stage.parents)
-    report = stage.process_group.run_on_main(lambda: _write_report(config, stage, inputs, evaluated, draws))
+    report = stage.process_group.run_on_main(
+        lambda: _write_report(config, stage, inputs, judges, evaluated=evaluated, draws=draws)
+    )
     contents = report.to_json()
     stage.complete({"metrics": {name: contents[name] for name in ("win_rate", "models")}})
 
@@ -40,11 +45,14 @@ def _write_report(
     config: EvalConfig,
     stage: lifecycle.StageRun,
     inputs: EvaluationInputs,
+    judges: Mapping[str, PairwiseJudge],
+    *,
     evaluated: Sequence[EvalResponses],
     draws: Sequence[EvalResponses],
 ) -> Report:
     """Write samples.jsonl and report.json, and tell the trackers; return the report."""
     report = build_report(config, evaluated, inputs.columns, inputs.sampling, stage.parents, inputs.series)
+    report = add_win_rates(report, judges, inputs.prompts, evaluated)
     if config.eval.limit:
         limit = build_limit(draws, evaluated, inputs.missing_eos_penalty)
         report = report.with_changes(limit=limit)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from label_run import label
 from ppo_folder import lines, must_succeed
+from stand_in_judge import MODEL, stand_in
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data
@@ -44,6 +46,26 @@ def test_a_reward_model_prefers_the_answer_that_it_scores_higher(run: Path) -> N
     for row in lines(run / "labels/reward/labels.jsonl"):
         first, second = (score(row["prompt"], answer) for answer in row["answers"])
         assert row["choice"] == ("first" if first > second else "second")
+
+
+def test_a_language_model_labels_by_both_orders_and_is_not_asked_twice(run: Path) -> None:
+    def longer(prompt: str, first: str, second: str) -> str:
+        return "tie" if len(first) == len(second) else "1" if len(first) > len(second) else "2"
+
+    with stand_in(longer) as server:
+        settings = yaml.safe_load((run / "eval.yaml").read_text())
+        settings["judges"]["llm"] = {"openai": {"url": server.url, "model": MODEL, "probe": False}}
+        (run / "eval.yaml").write_text(yaml.safe_dump(settings))
+        must_succeed(label(run, "--by", "llm", "--n", 6))
+        rows = lines(run / "labels/llm/labels.jsonl")
+        asked = len(server.requests)
+        must_succeed(label(run, "--by", "llm", "--n", 6, "--name", "again"))
+        assert len(server.requests) == asked
+
+    assert len(rows) == 6
+    for row in rows:
+        first, second = (len(answer.strip()) for answer in row["answers"])
+        assert row["choice"] == ("tie" if first == second else "first" if first > second else "second")
 
 
 def test_a_judge_that_is_ended_continues_behind_its_last_label(run: Path) -> None:

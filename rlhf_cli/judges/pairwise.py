@@ -1,0 +1,199 @@
+"""A judge that compares two answers in both orders: a language model, asked once for each text."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.config.judges import OpenAIJudge
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.http_client import excerpt
+from rlhf_cli.judges import probe
+from rlhf_cli.judges.answers import Answer, AnswerFile
+from rlhf_cli.judges.endpoint import Endpoint, api_key, require_package
+from rlhf_cli.judges.question import RUBRIC, WINNERS, Question, Winner, read_winner
+from rlhf_cli.progress import Progress
+
+FOLDER = "judges"  # of a run, with a file of answers for each judge
+OTHER: dict[Winner, Winner] = {"1": "2", "2": "1", "tie": "tie"}
+MAX_REPLIES = 2  # to one question, before it is given up
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to a prompt."""
+
+    prompt: str
+    first: str
+    second: str
+
+    @property
+    def is_equal(self) -> bool:
+        """Return True if there is nothing to ask."""
+        return self.first == self.second
+
+    @property
+    def orders(self) -> tuple[Question, Question]:
+        """Return the questions in both orders."""
+        return Question(self.prompt, self.first, self.second), Question(self.prompt, self.second, self.first)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a judge says about a pair: the winner as shown, and as shown in the other order. None for equal answers.
+
+    `Comparison("1", "2")`: the first answer wins in both orders.
+    """
+
+    winner: Winner | None = None
+    swapped_winner: Winner | None = None
+
+    @property
+    def is_consistent(self) -> bool:
+        """Return True if both orders name the same answer, or both a tie."""
+        return self.winner is not None and self.swapped_winner == OTHER[self.winner]
+
+    @property
+    def points(self) -> float:
+        """Return 1 if the first answer wins in both orders, 0 if the second does, else 0.5: a disagreement is a tie."""
+        if not self.is_consistent or self.winner == "tie":
+            return 0.5
+        return 1.0 if self.winner == "1" else 0.0
+
+    @property
+    def slots(self) -> list[float]:
+        """Return 1 for each order in which the answer that is shown first wins, 0 for the other; none for a tie."""
+        return [1.0 if winner == "1" else 0.0 for winner in (self.winner, self.swapped_winner) if winner in ("1", "2")]
+
+
+@dataclass
+class Cost:
+    """What the answers of an evaluation cost, whenever they were given.
+
+    `kept` of them were on disk; `asked` is the number of calls now.
+    """
+
+    answers: int = 0
+    kept: int = 0
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    asked: int = 0
+
+    def add(self, answer: Answer) -> None:
+        """Count an answer that is used."""
+        self.answers += 1
+        self.calls += answer.calls
+        self.prompt_tokens += answer.prompt_tokens
+        self.completion_tokens += answer.completion_tokens
+
+
+@dataclass
+class PairwiseJudge:
+    """Compares pairs of answers. Each answer of the model is on disk at once, and no text is asked about twice.
+
+    Raises RLHFError J01 for a reply that names no winner, J02 for a judge that fails the probe, J03 as Endpoint, J04 if
+    `max_calls` are used up.
+    """
+
+    name: str
+    settings: OpenAIJudge
+    endpoint: Endpoint
+    file: AnswerFile
+    cost: Cost = field(default_factory=Cost)
+
+    @classmethod
+    def of(cls, name: str, settings: OpenAIJudge, run: Path, where: Callable[[str], str]) -> "PairwiseJudge":
+        """Open a judge of a run. Raises RLHFError C17, E09, D03, S03."""
+        require_package(where(""))
+        endpoint = Endpoint(name, settings, api_key(settings, where))
+        return cls(name, settings, endpoint, AnswerFile(run / FOLDER / f"{name}.jsonl"))
+
+    @property
+    def rubric(self) -> str:
+        """Return the rubric of the config, or else the default."""
+        return self.settings.rubric or RUBRIC
+
+    def compare(self, pairs: Sequence[Pair]) -> list[Comparison]:
+        """Compare the answers of each pair in both orders."""
+        answers = self._ask([question for pair in pairs if not pair.is_equal for question in pair.orders], "order")
+        comparisons = []
+        for pair in pairs:
+            winners = [] if pair.is_equal else [answers[question] for question in pair.orders]
+            comparisons.append(Comparison(*winners))
+        return comparisons
+
+    def pass_probe(self) -> None:
+        """Ask the pairs of the probe, unless it is turned off, and stop if too many answers are wrong."""
+        if not self.settings.probe:
+            return
+        questions = [question for pair in probe.probe_pairs() for question, _ in probe.questions_of(pair)]
+        wrong = probe.num_wrong(self._ask(questions, "probe"))
+        if wrong > probe.MAX_WRONG:
+            text = f"judge {self.name}: {wrong} of {probe.NUM_PAIRS} pairs with a known result are wrong"
+            hint = "use another model or rubric; probe: false if shuffled words may be better by this rubric"
+            raise RLHFError("J02", f"{text}: its win rates would mean nothing", hint=hint)
+
+    def _ask(self, questions: Iterable[Question], unit: str) -> dict[Question, Winner]:
+        """Return the winner of each question, from the file or from the model."""
+        keys = {question: self._key(question) for question in dict.fromkeys(questions)}
+        missing = [question for question, key in keys.items() if key not in self.file]
+        self.cost.kept += len(keys) - len(missing)
+        if missing:
+            with Progress(f"judge {self.name}", len(keys), unit, done=len(keys) - len(missing)) as bar:
+                asyncio.run(self._ask_all(missing, bar))
+
+        answers = {question: self.file[key] for question, key in keys.items()}
+        for answer in answers.values():
+            self.cost.add(answer)
+        return {question: answer.winner for question, answer in answers.items()}
+
+    def _key(self, question: Question) -> str:
+        return question.key(self.settings.model, self.settings.parameters, self.rubric)
+
+    async def _ask_all(self, questions: Sequence[Question], bar: Progress) -> None:
+        """Ask the model, `concurrency` questions at a time; after an error no further one is asked."""
+        remaining = iter(questions)
+        async with self.endpoint.client() as client:
+
+            async def work() -> None:
+                for question in remaining:
+                    self.file.add(self._key(question), await self._ask_one(client, question))
+                    bar.advance()
+
+            workers = [asyncio.create_task(work()) for _ in range(min(self.settings.concurrency, len(questions)))]
+            try:
+                for worker in asyncio.as_completed(workers):
+                    await worker
+            finally:
+                for task in workers:
+                    task.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _ask_one(self, client: Any, question: Question) -> Answer:
+        """Return the model's answer; one repeat for a reply that names no winner."""
+        prompt_tokens = 0
+        completion_tokens = 0
+        for calls in range(1, MAX_REPLIES + 1):
+            self._count_call()
+            reply = await self.endpoint.ask(client, question.text(self.rubric))
+            prompt_tokens += reply.prompt_tokens
+            completion_tokens += reply.completion_tokens
+            winner = read_winner(reply.text)
+            if winner is not None:
+                return Answer(winner, calls, prompt_tokens, completion_tokens)
+
+        forms = ", ".join(f'{{"winner": "{winner}"}}' for winner in WINNERS)
+        text = (
+            f"judge {self.name}: {self.settings.model} answers {excerpt(reply.text.encode())}, and not one of {forms}"
+        )
+        hint = "use a model that follows instructions, or an endpoint with JSON Schema (response_format)"
+        raise RLHFError("J01", text, hint=f"{hint}; the answers so far are kept")
+
+    def _count_call(self) -> None:
+        if self.cost.asked >= self.settings.max_calls:
+            text = f"judge {self.name}: max_calls {self.settings.max_calls} are used up"
+            hint = "the answers so far are kept, and the same command continues; or raise max_calls"
+            raise RLHFError("J04", text, hint=hint)
+        self.cost.asked += 1
