@@ -50,7 +50,7 @@ global.fetch = async (path, options) => {
   const answer = await fetchPage(new URL(path, address), options);
   const value = await answer.json();
   setImmediate(() => requests--);
-  return {ok: answer.ok, json: async () => value};
+  return {ok: answer.ok, status: answer.status, json: async () => value};
 };
 
 async function settled() {
@@ -76,8 +76,14 @@ async function main() {
   await press("?");
   await press("s");
   note();
+  const help = known.keys.open;
+  known.keys.open = false;
+  const elsewhere = {pair: "2:0-1", choice: "skip", seconds: 1};
+  await fetchPage(new URL("label", address), {method: "POST", body: JSON.stringify(elsewhere)});
+  await press("0");
+  note();
   const markdown = new Element("div");
   blocks(markdown, process.env.MARKDOWN);
-  console.log(JSON.stringify({seen, markdown: markdown.outline(), help: known.keys.open, error: known.error.textContent}));
+  console.log(JSON.stringify({seen, markdown: markdown.outline(), help, error: known.error.textContent}));
 }
 main();
