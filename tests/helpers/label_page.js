@@ -68,6 +68,7 @@ async function main() {
   const seen = [];
   const note = () => seen.push([known.title.textContent, known["prompt-text"].textContent, known.status.textContent]);
   note();
+  const answers = [known.first.textContent, known.second.textContent];
   known.tags.children[1].listeners.click();
   for (const key of ["1", "x", "u", "0", "b"]) {
     await press(key);
@@ -84,6 +85,6 @@ async function main() {
   note();
   const markdown = new Element("div");
   blocks(markdown, process.env.MARKDOWN);
-  console.log(JSON.stringify({seen, markdown: markdown.outline(), help, error: known.error.textContent}));
+  console.log(JSON.stringify({seen, answers, markdown: markdown.outline(), help, error: known.error.textContent}));
 }
 main();

@@ -258,6 +258,7 @@ def test_keys_label_the_pairs_and_markdown_becomes_elements(tmp_path: Path) -> N
         'div(h3("Title") p("A " strong("bold") " " code("code") " <b>" br() "line") '
         'ul(li("one") li(em("two"))) ol(li("x")) pre(code("a = 1")) blockquote("said"))'
     )
+    assert set(found["answers"]) == {"one 0", "another 0Cut off at the length limit."}
     assert found["help"] is True and "has a label: skip" in found["error"]
     assert [label.choice for label in LabelStore(tmp_path).labels] == ["tie", "bad", "skip"]
     rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
