@@ -50,7 +50,7 @@ global.fetch = async (path, options) => {
   const answer = await fetchPage(new URL(path, address), options);
   const value = await answer.json();
   setImmediate(() => requests--);
-  return {ok: answer.ok, json: async () => value};
+  return {ok: answer.ok, status: answer.status, json: async () => value};
 };
 
 async function settled() {
@@ -68,6 +68,7 @@ async function main() {
   const seen = [];
   const note = () => seen.push([known.title.textContent, known["prompt-text"].textContent, known.status.textContent]);
   note();
+  const answers = [known.first.textContent, known.second.textContent];
   known.tags.children[1].listeners.click();
   for (const key of ["1", "x", "u", "0", "b"]) {
     await press(key);
@@ -76,8 +77,14 @@ async function main() {
   await press("?");
   await press("s");
   note();
+  const help = known.keys.open;
+  known.keys.open = false;
+  const elsewhere = {pair: "2:0-1", choice: "skip", seconds: 1};
+  await fetchPage(new URL("label", address), {method: "POST", body: JSON.stringify(elsewhere)});
+  await press("0");
+  note();
   const markdown = new Element("div");
   blocks(markdown, process.env.MARKDOWN);
-  console.log(JSON.stringify({seen, markdown: markdown.outline(), help: known.keys.open, error: known.error.textContent}));
+  console.log(JSON.stringify({seen, answers, markdown: markdown.outline(), help, error: known.error.textContent}));
 }
 main();

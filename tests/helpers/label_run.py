@@ -12,8 +12,11 @@ from rlhf_cli.runs import locks
 
 
 def pairs(count: int) -> list[Pair]:
-    """Return pairs of two policies."""
-    return [Pair(f"{n}:0-1", f"prompt {n}", (f"one {n}", f"another {n}"), ("sft", "ppo")) for n in range(count)]
+    """Return pairs of two policies; the second answer is cut off."""
+    return [
+        Pair(f"{n}:0-1", f"prompt {n}", (f"one {n}", f"another {n}"), ("sft", "ppo"), (True, False))
+        for n in range(count)
+    ]
 
 
 PAIRS = pairs(10)

@@ -71,8 +71,8 @@ def _show(shown: Shown, progress: str) -> None:
     """Print a prompt and its two answers."""
     terminal.out("\n" * ENOUGH + f"-- {progress}")
     terminal.out(_prompt_text(shown.pair.prompt))
-    for number, answer in enumerate(shown.answers, start=1):
-        terminal.out(f"\n[{number}]")
+    for number, (answer, ended) in enumerate(zip(shown.answers, shown.ended, strict=True), start=1):
+        terminal.out(f"\n[{number}]" + ("" if ended else "  cut off at the length limit"))
         terminal.out(_wrapped(answer.strip()))
 
 

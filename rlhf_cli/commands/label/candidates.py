@@ -47,8 +47,13 @@ class Candidate:
     def pair(self, first: int, second: int) -> Pair:
         """Return two of the answers as a pair to label."""
         name = f"{self.row}:{first}-{second}"
-        answers = self.answers[first], self.answers[second]
-        return Pair(name, self.prompt, answers, (self.sources[first], self.sources[second]))
+        return Pair(
+            name=name,
+            prompt=self.prompt,
+            answers=(self.answers[first], self.answers[second]),
+            sources=(self.sources[first], self.sources[second]),
+            ended=(self.ended[first], self.ended[second]),
+        )
 
     def unusable(self, first: int, second: int) -> str | None:
         """Return why a pair is not shown, or None."""

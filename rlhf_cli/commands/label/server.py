@@ -150,6 +150,7 @@ class LabelServer:
                 "pair": shown.pair.name,
                 "prompt": [{"role": turn["role"], "content": turn["content"]} for turn in turns],
                 "answers": [answer.strip() for answer in shown.answers],
+                "ended": list(shown.ended),
             }
         return view
 

@@ -32,6 +32,7 @@ class Pair:
     prompt: str | Conversation
     answers: tuple[str, str]
     sources: tuple[str, str]
+    ended: tuple[bool, bool] = (True, True)  # False: cut off at the longest length
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Shown:
     def answers(self) -> tuple[str, str]:
         first, second = self.order
         return self.pair.answers[first], self.pair.answers[second]
+
+    @property
+    def ended(self) -> tuple[bool, bool]:
+        first, second = self.order
+        return self.pair.ended[first], self.pair.ended[second]
 
 
 class Refused(ValueError):

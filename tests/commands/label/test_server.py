@@ -252,12 +252,14 @@ def test_keys_label_the_pairs_and_markdown_becomes_elements(tmp_path: Path) -> N
         ["Pair 2 of 3", "prompt 1", "Tie, saved. Pair 2 of 3"],
         ["Pair 3 of 3", "prompt 2", "Both bad, saved. Pair 3 of 3"],
         ["Pair 3 of 3", "prompt 2", "Both bad, saved. Pair 3 of 3"],  # with the help open, keys do not label
+        ["All pairs are labelled", "", "Not saved. All pairs are labelled"],  # another tab was faster
     ]
     assert found["markdown"] == (
         'div(h3("Title") p("A " strong("bold") " " code("code") " <b>" br() "line") '
         'ul(li("one") li(em("two"))) ol(li("x")) pre(code("a = 1")) blockquote("said"))'
     )
-    assert found["help"] is True and found["error"] == ""
-    assert [(label.choice, label.tags) for label in LabelStore(tmp_path).labels] == [("tie", []), ("bad", [])]
+    assert set(found["answers"]) == {"one 0", "another 0Cut off at the length limit."}
+    assert found["help"] is True and "has a label: skip" in found["error"]
+    assert [label.choice for label in LabelStore(tmp_path).labels] == ["tie", "bad", "skip"]
     rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
     assert rows[0]["tags"] == ["complete"] and rows[1]["undo"] == "0:0-1"
