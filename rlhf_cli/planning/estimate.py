@@ -294,7 +294,7 @@ def ppo_memory(
         settings,
         lengths,
         gpu=target.gpu,
-        memory=target.memory,
+        usable=target.usable,
         shards=machine,
         engine=config.engine_name(gpu=target.gpu),
         head=policy.shape.hidden if needs_head else 0,

@@ -20,7 +20,6 @@ from rlhf_cli.planning.model_size import FLOAT32, Lengths, ModelSize
 from rlhf_cli.ppo.forward_backward import logits_chunk_size, max_micro_batch_tokens
 
 KINDS = ("weights", "gradients", "optimizer", "cache", "logits", "activations")  # each byte is counted as one of them
-GPU_SHARE = 0.85  # of a GPU's memory that a plan may fill; the rest is for kernels, their caches and errors
 
 # Copies of a micro-batch's logits (N, V) in float32: logits, log-probs, the terms of the entropy, gradients. Under
 # autocast on a GPU there are copies in bfloat16, too.
@@ -187,7 +186,7 @@ class PPOMemory:
     settings: PPOSettings
     lengths: Lengths
     gpu: bool
-    memory: int
+    usable: float  # bytes that the choice of rollout rows may fill
     shards: int = 1
     engine: str = "hf"
     head: int = 0
@@ -301,10 +300,10 @@ class PPOMemory:
     def rollout_rows(self, episodes: int) -> int:
         """Return how many of a process's responses are generated at a time by default.
 
-        On a GPU all of them, half, a quarter, and so on, until they fit in GPU_SHARE of its memory.
+        On a GPU all of them, half, a quarter, and so on, until they fit in `usable` bytes.
         """
         rows = episodes
-        while rows > 1 and self.gpu and self._rollout(rows).total > GPU_SHARE * self.memory:
+        while rows > 1 and self.gpu and self._rollout(rows).total > self.usable:
             rows = math.ceil(rows / 2)
         return rows
 

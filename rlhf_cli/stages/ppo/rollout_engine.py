@@ -75,7 +75,7 @@ def set_rollout_rows(
     engine = trainer.engine
     assert isinstance(engine, HFEngine)
     engine.batch_size = fitting.rows
-    size = system.format_bytes(fitting.available)
+    size = system.format_bytes(fitting.usable)
     terminal.say(f"ppo      {fitting.rows} of {episodes} responses are generated at a time: what fits in {size}")
 
 

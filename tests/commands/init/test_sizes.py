@@ -31,9 +31,8 @@ from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices
 from rlhf_cli.planning import duration, placement
-from rlhf_cli.planning.memory import GPU_SHARE
 from rlhf_cli.planning.placement import MAX_ROWS, OFFLOAD, PLACEMENTS, POLICY_HEAD, MemoryPlanner, Placement
-from rlhf_cli.planning.target import Target
+from rlhf_cli.planning.target import MEMORY_MARGIN, Target
 from tests.conftest import World
 
 NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
@@ -259,8 +258,9 @@ def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
             placement, _ = planner(gib).choose("auto", hint="")
         except RLHFError as error:
             assert error.problems[0].code == "E03" and "and a GPU of" in error.problems[0].text
+            assert "for it (85% of its memory)" in error.problems[0].text
             break
-        assert placement.bytes <= GPU_SHARE * gib * 2**30
+        assert placement.bytes <= (1 - MEMORY_MARGIN) * gib * 2**30
         seen.append(
             (PLACEMENTS.index(replace(placement, rows=None, rollout_rows=None, fullest="", bytes=0)), placement)
         )
@@ -282,10 +282,10 @@ def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_p
     least = [planned.needed("ppo", planned.values("ppo", each, 1, 8), adapters=False) for each in whole]
     assert least == sorted(least, reverse=True) and len(set(least[2:])) == 4
     for place in range(2, 6):
-        planned.available = least[place]
+        planned.usable = least[place]
         chosen, _ = planned.choose("none", hint="")
         assert chosen.savings == whole[place].savings
-    planned.target, planned.available = Target(False, 1, "the CPU"), 0
+    planned.target, planned.usable = Target(False, 1, "the CPU"), 0
     with pytest.raises(RLHFError, match=r"(?s)8-bit AdamW and policy_head in PPO the.*hint: .*fewer weights; --gpu"):
         planned.choose("none", hint="fewer weights")
 
@@ -317,7 +317,7 @@ def test_the_plan_of_the_written_folder_fits(
         assert (words in result.stdout) == (key in ppo) and (tried == PLACEMENTS or words in result.stdout)
     planned = json.loads(rlhf("plan", run, "--gpu", gib, "--flops", "1e12", "--json").stdout)
     assert len(planned["stages"]) == 4 and all(stage["fits"] for stage in planned["stages"].values())
-    assert max(stage["memory_bytes"] for stage in planned["stages"].values()) <= GPU_SHARE * gib * 2**30
+    assert max(stage["memory_bytes"] for stage in planned["stages"].values()) <= (1 - MEMORY_MARGIN) * gib * 2**30
 
 
 def test_a_base_without_a_chat_template_that_does_not_fit_is_an_error_with_the_reason(
