@@ -1,6 +1,6 @@
 """`rlhf ppo` and `rlhf eval` through the real CLI, on tiny Hugging Face folders that we did not train.
 
-Modules: `stages/common/lifecycle.py`, `stages/ppo/rollout_engine.py`.
+Modules: `stages/common/lifecycle.py`, `stages/ppo/rollout_engine.py`, `stages/ppo/runner.py`.
 """
 
 import json
@@ -311,7 +311,7 @@ def test_m09_scores_that_do_not_come_back(run_folder):
 def test_an_estimator_and_a_first_ratio_that_are_off_are_warned_about(run_folder, monkeypatch):
     silent = must_succeed(ppo(run_folder, ONE)).stderr
     assert "C18" not in silent and "R07" not in silent
-    monkeypatch.setattr("rlhf_cli.stages.ppo.run.RATIO_TOLERANCE", -1.0)
+    monkeypatch.setattr("rlhf_cli.stages.ppo.runner.RATIO_TOLERANCE", -1.0)
     warned = must_succeed(ppo(run_folder, *settings(ONE, "kl_estimator=k3"), "--fresh")).stderr
     assert "warning[C18]" in warned and "hint: k1 has it" in warned
     assert "warning[R07]: step 1: the first ratio of an update differs from 1 by 0" in warned
