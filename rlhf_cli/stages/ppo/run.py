@@ -109,6 +109,7 @@ def _save_value_model(config: PPOConfig, components: setup.PPOComponents) -> Non
 
 
 def _describe_training(config: PPOConfig, step: int) -> str:
+    """Return the training in words, with the KL coefficient at its start."""
     settings = config.ppo
     return f"{step} PPO updates of {settings.episodes_per_update} episodes, KL coefficient {settings.kl_coef}"
 

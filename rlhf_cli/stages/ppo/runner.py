@@ -22,8 +22,8 @@ from rlhf_cli.system import GracefulStop
 from rlhf_cli.tracking.logs import Log, LogPosition, MetricsLog
 from rlhf_cli.tracking.trackers import Trackers
 
-# Of the first ratio from 1, which is exactly 1 in float32: scoring and update use the same micro-batches. Half
-# precision may round. `rlhf report` has the same limit (report/rules.toml).
+# Largest distance of the first ratio from 1. It is 0 in float32: scoring and update use the same micro-batches. Other
+# dtypes round. report/rules.toml has the same limit.
 RATIO_TOLERANCE = 1e-3
 BEFORE_TRAINING = ("R05", "R19", "R20")  # errors of a reward source or the engine: the update has trained nothing yet
 
