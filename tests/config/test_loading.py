@@ -1,6 +1,6 @@
 """Loading a good config: defaults, paths, overrides, old names; what is written down of it, and its identity.
 
-Modules: `config/base.py`, `config/sections.py`, `config/machinery/paths.py`, `config/machinery/section.py`.
+Modules: `config/base.py`, `config/sections.py`, `config/machinery/section.py`.
 """
 
 import json
@@ -65,22 +65,6 @@ def test_a_minimal_config_loads_with_all_defaults(stage: str, here: Path) -> Non
     result = loaded(here / "run", stage)
     assert (result.folder, result.file) == (here / "run" / stage, here / "run" / f"{stage}.yaml")
     assert (result.stage, result.seed, result.output.keep, result.output.snapshots) == (stage, 0, 2, 8)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("base", "{run}/base"),
-        ("org/base", "org/base"),
-        ("./org/base", "{run}/org/base"),
-        ("~/base", os.path.expanduser("~/base")),
-        ("/models/base", "/models/base"),
-    ],
-)
-def test_paths_are_relative_to_the_file_and_models_may_be_hub_ids(name: str, expected: str, here: Path) -> None:
-    (here / "run" / "base").mkdir(parents=True)
-    sft = loaded(here / "run", "sft", MINIMAL["sft"].replace("base", name))
-    assert (sft.model.path, sft.data.train) == (expected.format(run=here / "run"), str(here / "run" / "train.jsonl"))
 
 
 def test_models_default_to_the_runs_own_stages(here: Path) -> None:
