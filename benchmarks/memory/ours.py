@@ -20,7 +20,7 @@ from torch import nn
 from benchmarks.memory import tensors
 from rlhf_cli.cli import app
 from rlhf_cli.stages.common import trl_training
-from rlhf_cli.stages.ppo.run import PPORunner
+from rlhf_cli.stages.ppo.runner import PPORunner
 
 
 def ppo_models(runner: PPORunner) -> dict[str, nn.Module]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_cli import data, runs, terminal
+from rlhf_cli import runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig, scale_to_world_size
 from rlhf_cli.errors import RLHFError, shown
@@ -23,7 +23,7 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import no_bytecode_files
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages.ppo import sample_tables, setup
+from rlhf_cli.stages.ppo import prompt_rows, sample_tables, setup
 from rlhf_cli.tracking.logs import read_log
 from rlhf_cli.trees import flatten
 
@@ -142,10 +142,7 @@ def load_before(run: PPORun, step: int, options: Options) -> tuple[setup.PPOComp
     if step > 1:
         components.trainer.load_state_dict(run.load_state(step - 1))
 
-    prompts = components.prompts
-    size = run.config.ppo.prompts_per_update
-    rows = data.prompt_batch(len(prompts), step, size, run.config.seed)
-    return components, Prompts.of([prompts[row] for row in rows])
+    return components, Prompts.of(prompt_rows.prompts_of_update(run.config, components.prompts, step))
 
 
 def _compare_metrics(stats: Mapping[str, float], line: Mapping[str, Any]) -> list["Quantity"]:

@@ -22,14 +22,16 @@ class StageDecision:
     after: tuple[str, ...] = ()  # earlier stages that run first; the stage then runs too if they change its inputs
 
 
-def stage_status(config: Config) -> StageStatus:
+def compute_status(config: Config) -> StageStatus:
     """Compare a stage's output with its config, data and parents as they are now."""
     identity = runs.compute_identity(config, runs.open_parents(config), config.sources())
     return runs.stage_status(config, identity)
 
 
 def plan_stages(
-    configs: Mapping[str, Config], force: Sequence[str] = (), get_status: Callable[[Config], StageStatus] = stage_status
+    configs: Mapping[str, Config],
+    force: Sequence[str] = (),
+    get_status: Callable[[Config], StageStatus] = compute_status,
 ) -> dict[str, StageDecision]:
     """Return the decision on each stage. Those after a stage that would run depend on its result."""
     decisions: dict[str, StageDecision] = {}

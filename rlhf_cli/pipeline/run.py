@@ -11,7 +11,7 @@ from rlhf_cli.errors import RLHFError, shell_path, shell_word, shown
 from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.pipeline import children
-from rlhf_cli.pipeline.decide import check_inputs_exist, decide_stage, plan_stages, stage_status
+from rlhf_cli.pipeline.decide import check_inputs_exist, compute_status, decide_stage, plan_stages
 from rlhf_cli.pipeline.load import find_configs, load_all, route_overrides, select_stages
 from rlhf_cli.report import show
 from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE
@@ -56,7 +56,7 @@ def run_folder(
     last = list(configs)[-1]
     checked = is_selection
     for stage, config in configs.items():
-        decision = decide_stage(stage_status(config), forced=stage in force)
+        decision = decide_stage(compute_status(config), forced=stage in force)
         if decision.runs and not checked and stage != last:
             checked = True
             terminal.say("run      checking configs, data and tokenizers of all stages first")

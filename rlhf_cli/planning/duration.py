@@ -20,7 +20,7 @@ from rlhf_cli.models import build, devices, lora
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.planning import model_size
 from rlhf_cli.planning.estimate import Estimate
-from rlhf_cli.planning.memory import Phase
+from rlhf_cli.planning.memory import SCORING, Phase
 from rlhf_cli.planning.model_size import Lengths, ModelSize
 from rlhf_cli.ppo.rollout import HFEngine
 
@@ -124,7 +124,7 @@ def _measure(
         if phase.name == "rollout":
             flops = policy.generation_flops(measured.generated, mean)
             seconds[phase.name] = phase.flops / flops * times.generate
-        elif phase.name in ("judge", "evaluate"):
+        elif phase.name in (SCORING, "evaluate"):
             flops = policy.forward_flops(rows, mean.row, answers)
             seconds[phase.name] = phase.flops / flops * times.forward
         elif phase.name != "normalize":

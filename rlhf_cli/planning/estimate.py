@@ -20,7 +20,7 @@ from rlhf_cli.errors import at_location
 from rlhf_cli.evaluation.reward_probes import MAX_PROBED, PROBE_LABELS
 from rlhf_cli.models import compiled
 from rlhf_cli.planning import memory
-from rlhf_cli.planning.memory import Bytes, Phase, PPOMemory
+from rlhf_cli.planning.memory import SCORING, Bytes, Phase, PPOMemory
 from rlhf_cli.planning.model_size import DEFAULT_ADAPTERS, Lengths, ModelSize
 from rlhf_cli.planning.target import Target
 from rlhf_cli.runs.resolve import models_in_memory, references
@@ -243,7 +243,7 @@ def _best_of_phases(settings: BestOfSettings, frozen: Models, inputs: StageInput
     rollout = memory.rollout_phase(policy, fixed, rows, total, lengths)
     scoring = memory.peak(fixed, {"activations": reward.reading(rows, lengths.row)})
     flops = reward.forward_flops(total, lengths.average.row)
-    return [replace(rollout, once=True), Phase("judge", rows, scoring, flops, once=True)]
+    return [replace(rollout, once=True), Phase(SCORING, rows, scoring, flops, once=True)]
 
 
 # PPO
@@ -294,7 +294,7 @@ def ppo_memory(
         settings,
         lengths,
         gpu=target.gpu,
-        memory=target.memory,
+        usable=target.usable,
         shards=machine,
         engine=config.engine_name(gpu=target.gpu),
         head=policy.shape.hidden if needs_head else 0,

@@ -42,7 +42,7 @@ class RolloutRows(NamedTuple):
     """Responses that are generated at a time, and the bytes of GPU memory that they fit in."""
 
     rows: int
-    available: int
+    usable: float
 
 
 def rollout_rows(
@@ -61,8 +61,8 @@ def rollout_rows(
         bodies, adapters = _bodies(config, parents)
         _, ppo = ppo_memory(config, bodies, mode_of(config), target, lengths, adapters)
     except (RLHFError, ValueError):
-        return RolloutRows(episodes, target.memory)
-    return RolloutRows(ppo.rollout_rows(episodes), target.memory)
+        return RolloutRows(episodes, target.usable)
+    return RolloutRows(ppo.rollout_rows(episodes), target.usable)
 
 
 def _target() -> Target:

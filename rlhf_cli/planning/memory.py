@@ -20,13 +20,13 @@ from rlhf_cli.planning.model_size import FLOAT32, Lengths, ModelSize
 from rlhf_cli.ppo.forward_backward import logits_chunk_size, max_micro_batch_tokens
 
 KINDS = ("weights", "gradients", "optimizer", "cache", "logits", "activations")  # each byte is counted as one of them
-GPU_SHARE = 0.85  # of a GPU's memory that a plan may fill; the rest is for kernels, their caches and errors
+SCORING = "judge"  # name of this phase in `rlhf plan`, and in the metric time/judge_s: models read responses
 
 # Copies of a micro-batch's logits (N, V) in float32: logits, log-probs, the terms of the entropy, gradients. Under
 # autocast on a GPU there are copies in bfloat16, too.
 SFT_COPIES = 4
 SAMPLE_COPIES = 2
-JUDGE_COPIES = 4
+SCORING_COPIES = 4
 UPDATE_COPIES_CPU = 7
 UPDATE_COPIES_GPU = 9
 FULL_KL_COPIES = 3.25  # more of them if the loss or penalty compares full distributions
@@ -163,10 +163,10 @@ def evaluation_phases(
     width = lengths.average.row
     flops = sum(model.forward_flops(rows, width) for model in judges)
     flops += sum(model.forward_flops(rows, width - 1, answers) for model in policies)
-    judging = peak(fixed, {"activations": reading}, {"logits": logits})
+    scoring = peak(fixed, {"activations": reading}, {"logits": logits})
     return [
         rollout_phase(sft, fixed, rows, total, lengths),
-        Phase("judge", rows, judging, flops * total / rows),
+        Phase(SCORING, rows, scoring, flops * total / rows),
     ]
 
 
@@ -187,7 +187,7 @@ class PPOMemory:
     settings: PPOSettings
     lengths: Lengths
     gpu: bool
-    memory: int
+    usable: float  # bytes that the choice of rollout rows may fill
     shards: int = 1
     engine: str = "hf"
     head: int = 0
@@ -281,18 +281,18 @@ class PPOMemory:
 
     def largest_fixed(self) -> Bytes:
         """Return what is in memory in the largest phase, beside activations, logits and cache."""
-        judges = [self.fixed("judge", name) for name in ("reference", *self.rewards)]
-        phases = [self.fixed("rollout"), *judges, self.fixed("update")]
+        scoring = [self.fixed(SCORING, name) for name in ("reference", *self.rewards)]
+        phases = [self.fixed("rollout"), *scoring, self.fixed("update")]
         return max(phases, key=lambda fixed: sum(fixed.values()))
 
     # Phases
 
     def phases(self) -> list[Phase]:
-        """Return the phases rollout, judge and update."""
-        judging = [self._judge(), self._update()]
+        """Return the phases rollout, scoring and update."""
+        others = [self._scoring(), self._update()]
         if self.engine == "vllm":
-            return judging
-        return [self._rollout(self._rows_at_once()), *judging]
+            return others
+        return [self._rollout(self._rows_at_once()), *others]
 
     def _rows_at_once(self) -> int:
         settings = self.settings
@@ -301,17 +301,17 @@ class PPOMemory:
     def rollout_rows(self, episodes: int) -> int:
         """Return how many of a process's responses are generated at a time by default.
 
-        On a GPU all of them, half, a quarter, and so on, until they fit in GPU_SHARE of its memory.
+        On a GPU all of them, half, a quarter, and so on, until they fit in `usable` bytes.
         """
         rows = episodes
-        while rows > 1 and self.gpu and self._rollout(rows).total > GPU_SHARE * self.memory:
+        while rows > 1 and self.gpu and self._rollout(rows).total > self.usable:
             rows = math.ceil(rows / 2)
         return rows
 
     def _rollout(self, rows: int) -> Phase:
         return rollout_phase(self.policy, self.fixed("rollout"), rows, self.settings.episodes_per_update, self.lengths)
 
-    def _judge(self) -> Phase:
+    def _scoring(self) -> Phase:
         """Score the episodes, then compare policy, reference and value model on micro-batches."""
         settings = self.settings
         policy = self.policy
@@ -320,7 +320,7 @@ class PPOMemory:
         at_once = min(settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size, episodes)
         peaks = []
         for name, model in self.rewards.items():
-            peaks.append(peak(self.fixed("judge", name), {"activations": model.reading(at_once, lengths.row)}))
+            peaks.append(peak(self.fixed(SCORING, name), {"activations": model.reading(at_once, lengths.row)}))
 
         answers = self.rows * lengths.response
         width = lengths.row - 1  # a row's last token is not read
@@ -329,10 +329,10 @@ class PPOMemory:
         reading = states + casts + policy.reading(self.rows, width)
         if policy.compiled:  # it runs the update's function, which keeps what a backward pass needs
             reading = states + policy.training(self.rows, width)[1]
-        copies: float = JUDGE_COPIES
+        copies: float = SCORING_COPIES
         if settings.kl_estimator == "full":
             copies += FULL_KL_COPIES
-        fixed = self.fixed("judge", "reference")
+        fixed = self.fixed(SCORING, "reference")
         peaks.append(peak(fixed, {"activations": reading}, {"activations": states, "logits": copies * self.logits}))
 
         mean = lengths.average.row - 1
@@ -342,7 +342,7 @@ class PPOMemory:
         flops *= episodes / self.rows
         flops += sum(model.forward_flops(episodes, mean + 1) for model in self.rewards.values())
         largest = max(peaks, key=lambda size: sum(size.values()))
-        return Phase("judge", self.rows, largest, flops)
+        return Phase(SCORING, self.rows, largest, flops)
 
     def _update(self) -> Phase:
         """Train the value model, then the policy, on micro-batches, and step."""

@@ -102,7 +102,7 @@ class MemoryPlanner:
 
     def __post_init__(self) -> None:
         self.process = 0 if self.target.gpu else system.process_memory()
-        self.available = memory.GPU_SHARE * self.target.memory
+        self.usable = self.target.usable
 
     def choose(
         self, adapters: str, *, own: str | None = None, where: str = "--base", hint: str
@@ -121,11 +121,11 @@ class MemoryPlanner:
         for least in (MIN_ROWS, one_row):
             for placement in wanted:
                 filled = self._fill(placement, least)
-                if filled.bytes <= self.available:
-                    return filled, simplest if simplest.bytes > self.available else None
+                if filled.bytes <= self.usable:
+                    return filled, simplest if simplest.bytes > self.usable else None
 
-        size, room = system.format_bytes(filled.bytes), system.format_bytes(self.target.memory)
-        text = f"with {filled} the {filled.fullest} stage needs {size}, and {self.target.name} has {room}"
+        size = system.format_bytes(filled.bytes)
+        text = f"with {filled} the {filled.fullest} stage needs {size}, and {self.target.describe_usable()}"
         raise RLHFError("E03", text, where=where, hint=f"{hint}; --gpu NAME prepares a folder for another machine")
 
     def _fill(self, placement: Placement, least: Mapping[str, int]) -> Placement:
@@ -140,7 +140,7 @@ class MemoryPlanner:
                 needed[stage] = self.needed(stage, values, adapters=placement.adapters is not None)
                 if stage == "ppo":
                     rollout = at_once if at_once != first.rollout else None
-                if needed[stage] <= self.available:
+                if needed[stage] <= self.usable:
                     break
         fullest = max(needed, key=lambda stage: needed[stage])
         return replace(placement, rows=rows, rollout_rows=rollout, fullest=fullest, bytes=needed[fullest])
@@ -178,9 +178,9 @@ class MemoryPlanner:
 
 def memory_line(what: object, chosen: Placement, target: Target, other: str = "", than: Placement | None = None) -> str:
     """Return one line: how the models are kept in memory, and why: `other` needs more than there is."""
-    size, room = system.format_bytes(chosen.bytes), system.format_bytes(target.memory)
+    size = system.format_bytes(chosen.bytes)
     reason = f"; {other} {system.format_bytes(than.bytes)}" if than else ""
-    return f"memory: {what}: at most {size} in {chosen.fullest}; {target.name} has {room}{reason}"
+    return f"memory: {what}: at most {size} in {chosen.fullest}; {target.describe_usable()}{reason}"
 
 
 def _batches(first: Batch, least: int) -> list[tuple[int, int | None]]:

@@ -7,8 +7,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli import system
 from rlhf_cli.errors import RLHFError, did_you_mean
 from rlhf_cli.models import devices
+
+# Share of the memory left free where sizes are chosen for the user: placements of `rlhf init`, rollout rows on a
+# GPU. It is for kernels and their caches, and comes on top of an estimate that is itself 0 to 15 % too large. Settings
+# that a user has written are compared with all of the memory (`rlhf plan`, start of a stage): they may just fit.
+MEMORY_MARGIN = 0.15
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,15 @@ class Target:
 
     peak_flops: float | None = None  # of a planned GPU of the table
     per_machine: int | None = None
+
+    @property
+    def usable(self) -> float:
+        """Bytes that sizes chosen for the user may fill."""
+        return (1 - MEMORY_MARGIN) * self.memory
+
+    def describe_usable(self) -> str:
+        """Return for example "a GPU of 24 GiB has 21.9 GB for it (85% of its memory)"."""
+        return f"{self.name} has {system.format_bytes(self.usable)} for it ({1 - MEMORY_MARGIN:.0%} of its memory)"
 
     @classmethod
     def of(cls, planned: str | None, processes: int, *, sharing: int | None = None) -> "Target":

@@ -19,7 +19,7 @@ __getattr__ = import_on_first_use(
     __name__,
     {
         "runs.checkpoints": "begin_state commit_state delete_state latest_state newest_step require_free seal_state "
-        "state_at state_steps valid_states",
+        "state_at state_steps step_name valid_states",
         "runs.locks": "new_folder release require_empty scratch_folder",
         "runs.integrity": "require_unchanged verify_parents",
         "runs.layout": "MERGED SNAPSHOTS",

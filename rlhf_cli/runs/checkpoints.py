@@ -1,4 +1,4 @@
-"""Checkpoints to resume from: folders that are complete or ignored, and trusted only after their hashes were checked.
+"""Checkpoints and snapshots: folders of a step, complete or ignored, and trusted only after their hashes were checked.
 
 There is no `latest` pointer: the newest folder whose manifest, state.json, verifies is used. Our own checkpoints are
 written to a temporary folder and renamed; those that another program writes in place are sealed by their manifest.
@@ -203,12 +203,17 @@ def state_steps(folder: Path) -> list[int]:
     return [_step(path) for path in _states(folder)]
 
 
+def step_name(step: int) -> str:
+    """Return the name of a checkpoint or snapshot that this package writes."""
+    return f"step_{step:06d}"
+
+
 def state_at(folder: Path, step: int) -> Path:
     """Return the checkpoint of a step. Raises RLHFError M05 if it is damaged or missing."""
     path = next((path for path in _states(folder) if _step(path) == step), None)
     problem = _problem(path) if path else "it is gone"
     if path is None or problem:
-        name = shown(path or folder / f"step_{step:06d}")
+        name = shown(path or folder / step_name(step))
         raise RLHFError("M05", f"{name} is damaged: {problem}", hint="choose another step, or run the stage again")
     return path
 

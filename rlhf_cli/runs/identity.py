@@ -45,7 +45,7 @@ class StageStatus:
 
     state: Literal["new", "resume", "finished", "stale", "damaged"]
     reasons: tuple[str, ...] = ()  # why it is stale or damaged
-    step: int | None = None  # of the newest checkpoint to resume from
+    step: int | None = None  # of the newest checkpoint; a stage stopped before its first one resumes at the beginning
     sha256: str | None = None  # of a finished stage's model, or of all its files if it has none
     unread: tuple[str, ...] = ()  # keys that `quick_stage_status` assumed to be unchanged
 

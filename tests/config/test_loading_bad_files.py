@@ -1,10 +1,8 @@
-"""Bad config files and overrides: syntax, unsafe content, secrets; all problems at once, and never a traceback.
+"""Bad config files and overrides: all problems at once, and never a traceback; secrets.
 
-Modules: `config/machinery/yaml_io.py`, `config/machinery/secret_values.py`.
+Modules: `config/machinery/secret_values.py`.
 """
 
-import re
-import time
 from pathlib import Path
 
 import pytest
@@ -30,52 +28,6 @@ def test_all_problems_come_at_once_in_the_order_of_the_file() -> None:
 
 
 TOKEN = "hf_" + "aB3" * 11
-CONVERT = "hint: convert it: iconv -f cp1252 -t utf8 sft.yaml"
-SYSTEM = "!!python/object/apply:os.system"
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
-)
-
-
-@pytest.mark.parametrize(
-    ("content", "start"),
-    [
-        ("sft:\n\tpacking: true\n", "C08]: sft.yaml:2:1: tabs cannot be used for ... before a value\nhint: use spaces"),
-        ("sft: {packing: true\nseed: 1\n", "C08]: sft.yaml:2:5: not valid YAML: "),
-        ("seed: 1\n  run: x\n", "C08]: sft.yaml:2:6: not valid YAML: mapping values are not allowed here"),
-        ("a: [1, 2\n", "C08]: sft.yaml:2:1: not valid YAML: "),
-        ("a: &x 1\nb: *y\n", "C08]: sft.yaml:2:4: not valid YAML: found undefined alias"),
-        ("a: 1\n---\nb: 2\n", "C08]: sft.yaml:2:1: not valid YAML: but found another document"),
-        ("a:\n  b: >= 0.6\n", "C08]: sft.yaml:2:7: ...\nhint: put a value that starts with a special ... in quotes"),
-        ("a: \x07\n", "C08]: sft.yaml:1: the character U+0007 is not allowed"),
-        ("? [a, b]\n: 1\n", "C08]: sft.yaml:1: a key must be a single word"),
-        ("", "C09]: sft.yaml: the config is empty\nhint: `rlhf init` writes example configs"),
-        ("# nothing\n", "C09]: sft.yaml: the config is empty\nhint: `rlhf init` writes example configs"),
-        ("- a\n", "C09]: sft.yaml: the config is a list, not keys and values"),
-        ("hello\n", "C09]: sft.yaml: the config is a single value, not keys and values"),
-        (b"seed: 1\nrun: caf\xe9\n", f"C09]: sft.yaml:2: byte 0xE9 is not UTF-8\n{CONVERT}"),
-        ("seed: 1".encode("utf-16"), f"C09]: sft.yaml:1: byte 0xFF is not UTF-8\n{CONVERT}"),
-        (f"a: {SYSTEM} [touch pwned]\n", f"S02]: sft.yaml:1: the tag {SYSTEM} is not allowed"),
-        ("seed: 1\nb: !mine 3\n", "S02]: sft.yaml:2: the tag !mine is not allowed"),
-        ("a: !!int '3'\n", "S02]: sft.yaml:1: the tag !!int is not allowed"),
-        (LAUGHS, "S02]: sft.yaml:"),
-        ("a: &a [*a]\n", "S02]: sft.yaml:1: the aliases expand to too many values"),
-        ("a: &a {b: *a}\n", "S02]: sft.yaml:1: the aliases expand"),
-        ("a: " + "[" * 100_000, "S02]: sft.yaml:1: the config is too large or too deeply nested"),
-        ("[1, " * 60_000, "S02]: sft.yaml:1: the config is too large"),
-        ("a: [" + "1," * 120_000 + "]\n", "S02]: sft.yaml:1: the config is too large"),
-        ("".join(f"k{n}: 1\n" for n in range(20_000)), "S02]: sft.yaml:5000: the config is too large"),
-        ("a: 1\n" * 60_000, "S02]: sft.yaml: the config is larger than 250 kB"),
-    ],
-    ids=lambda value: repr(value[:30]),
-)
-def test_a_bad_file_is_refused_in_under_a_second(content: str | bytes, start: str, here: Path) -> None:
-    seconds = []
-    for _ in range(3):  # a busy machine disturbs some of them
-        begin, message = time.process_time(), only("sft", content)
-        seconds.append(time.process_time() - begin)
-    assert min(seconds) < 1 and not (here / "pwned").exists()
-    assert re.match(re.escape(f"error[{start}").replace(r"\.\.\.", ".*"), message), message
 
 
 def test_a_missing_config_names_those_near(here: Path) -> None:
@@ -93,11 +45,6 @@ def test_a_missing_config_names_those_near(here: Path) -> None:
     there = "hint: configs in this folder: runs/reward.yaml, runs/sft.yaml"
     assert message("runs/q.yaml") == f"no such file\n{there}"
     assert message("runs") == f"is a folder, not a config file\n{there}"
-
-
-def test_a_byte_order_mark_and_windows_lines_are_fine() -> None:
-    Path("sft.yaml").write_bytes(b"\xef\xbb\xbf" + HEAD["sft"].replace("\n", "\r\n").encode())
-    assert load("sft", "sft.yaml").where("data.train") == "sft.yaml:2"
 
 
 @pytest.mark.parametrize(
@@ -134,12 +81,6 @@ def test_a_bad_override(override: str, start: str) -> None:
 )
 def test_a_file_of_another_stage_is_one_problem(text: str, message: str) -> None:
     assert only("sft", text).startswith(f"error[C07]: sft.yaml{message}")
-
-
-def test_honest_anchors_work() -> None:
-    Path("sft.yaml").write_text("model: {path: ./b}\ndata: {train: &rows ./t.jsonl, eval: *rows}\n")
-    data = load("sft", "sft.yaml").data
-    assert data.eval == data.train
 
 
 ODD_VALUES = ["null", "true", "3", "-1", "2.5", ".nan", "x", "[]", "[1,x]", "{}", "{a: {b: c}}", "[[]]", "'1'", "off"]

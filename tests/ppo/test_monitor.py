@@ -15,7 +15,7 @@ from rlhf_cli.config.ppo import SIGNAL_MESSAGES, SIGNALS, PPOSettings
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 from rlhf_cli.ppo.experience import Experience, RunningMeanStd, ScoreResult
 from rlhf_cli.ppo.monitor import EXCEEDS, Alert, Watchdog
-from rlhf_cli.stages.ppo.run import PPORunner
+from rlhf_cli.stages.ppo.runner import PPORunner
 
 
 def update(
@@ -237,10 +237,10 @@ def test_raise_kl_coef_applies_from_the_next_update_and_survives_a_kill(run_fold
     died_at = found[1]["step"] + 1
     plain = PPORunner._update
 
-    def dies(self):
-        if self.trainer.updates == died_at:
+    def dies(self, step):
+        if step == died_at + 1:
             raise SystemExit(9)
-        return plain(self)
+        return plain(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PPORunner, "_update", dies)

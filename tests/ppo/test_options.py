@@ -1,8 +1,6 @@
 """Keys of `ppo:` by hand and bit for bit: those of the work, of scores, of training; a default that is written out.
 
 tests/commands/test_verify.py compares the options that change numbers with an independent implementation.
-
-Modules: `ppo/experience.py`.
 """
 
 import math
@@ -15,10 +13,7 @@ import tiny
 import torch
 
 from rlhf_cli.config.ppo import PPOSettings
-from rlhf_cli.models import forward
-from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import rollout
-from rlhf_cli.ppo.experience import RunningMeanStd
 
 
 def test_writing_out_a_default_leaves_the_run_bit_identical():
@@ -95,50 +90,7 @@ def test_bf16_changes_the_numbers_a_little_and_keeps_the_weights_float32():
     assert b["objective/entropy"] == pytest.approx(a["objective/entropy"], rel=0.05)
 
 
-# Scores and the KL coefficient: exact values, by hand or by numpy
-
-
-def test_overlong_penalty_table():
-    """Limit 8, tokens 4, factor 2: free up to 4 tokens, then half a point more per token."""
-    lengths = [1, 4, 5, 6, 7, 8]
-    rows = Rollout.from_lists([[5]] * 6, [[3] * (n - 1) + [tiny.EOS] for n in lengths], stop_token_id=tiny.EOS)
-    free, charged = (
-        tiny.trainer(response_length=8, overlong_penalty=penalty).make_experience(rows).scores
-        for penalty in (None, {"tokens": 4, "factor": 2.0})
-    )
-    assert (free - charged).tolist() == pytest.approx([0.0, 0.0, 0.5, 1.0, 1.5, 2.0], abs=1e-6)
-
-
-def test_both_penalties_come_after_scaling_and_clip():
-    """Row 1 of the four never ends: 9 / spread is clipped to 0.5, and then 1 is subtracted."""
-    trainer = tiny.trainer(rewards={"nine": lambda rollout: torch.tensor([1.0, 9.0, 1.0, 1.0])}, score_clip=0.5)
-    rows = Rollout.from_lists([[5]] * 4, [[2], [3] * 8, [2], [2]], stop_token_id=tiny.EOS)
-    assert trainer.make_experience(rows).scores.tolist() == pytest.approx([0.5, -0.5, 0.5, 0.5])
-
-
 # Running moments
-
-
-def test_merged_moments_are_those_of_all_scores_together():
-    generator = np.random.default_rng(0)
-    batches = [generator.normal(100.0, 1e-2, size) for size in (1, 7, 64, 3)]  # a mean that swamps a sum of squares
-    moments = RunningMeanStd()
-    for count in range(1, 5):
-        moments, scores = moments + RunningMeanStd.of(torch.tensor(batches[count - 1])), np.concatenate(batches[:count])
-        deviation = scores.std(ddof=1) if len(scores) > 1 else 0.0
-        assert (moments.count, moments.mean) == (len(scores), pytest.approx(scores.mean(), rel=1e-12))
-        assert moments.std == pytest.approx(deviation, rel=1e-9)
-        error = deviation / len(scores) ** 0.5 if count > 1 else np.inf
-        assert moments.standard_error == pytest.approx(error, rel=1e-9)
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_equal_scores_are_not_scaled(norm):
-    trainer = tiny.trainer(use_score_scaling=True, use_score_norm=norm)
-    for _ in range(3):
-        experience = trainer.make_experience(tiny.rollout(), scores=torch.full((4,), 0.1))
-        assert experience.scores.tolist() == pytest.approx([0.1] * 4)
-        trainer.update(experience)
 
 
 def frozen_state(trainer):
@@ -180,7 +132,7 @@ def test_adap_kl_ctrl_by_hand_over_three_updates():
     assert coefficients == pytest.approx([0.2016, 0.1999872, 0.2007871488], rel=1e-6)
 
 
-# Learning rates, the value model's own options, shared layers
+# Learning rates, the value model's own options
 
 
 def steps(trainer, count: int):
@@ -248,51 +200,7 @@ def test_a_value_head_starts_at_zero_and_learns():
     assert later[-1]["loss/value_avg"] < 0.5 * first["loss/value_avg"]
 
 
-# Shared layers
-
-
-def logits(model) -> torch.Tensor:
-    return forward.response_logits(model, tiny.rollout().micro_batch(torch.arange(4)))
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=1e-5)  # kernels differ by the alignment of memory
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_num_shared_layers_freezes_and_shares_and_the_rest_trains(family):
-    depth = {"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}
-    policy, ref, alone = (tiny.causal(family, **depth) for _ in range(3))
-    trainer = tiny.trainer_of(policy, tiny.settings(num_shared_layers=2), ref=ref, value=tiny.scorer(family))
-    assert same(logits(trainer.ref), logits(alone)), "sharing changed the reference"
-    ours, theirs = (dict(model.named_parameters()) for model in (trainer.policy, trainer.ref))
-    shared = {name for name in ours if ours[name] is theirs[name]}
-    assert shared == {name for name in ours if not ours[name].requires_grad}
-    assert any(".0." in name for name in shared) and any(".1." in name for name in shared)
-    assert any("embed" in name or "wte" in name for name in shared) and not any(".2." in name for name in shared)
-    before = {name: p.detach().clone() for name, p in ours.items()}
-    first, *_ = steps(trainer, 3)
-    assert first["objective/kl"] == 0.0 and first["policy/first_ratio_error"] == 0.0
-    for name, parameter in trainer.policy.named_parameters():
-        assert torch.equal(parameter, before[name]) is (name in shared), name
-    assert same(logits(trainer.ref), logits(alone)), "training changed the reference"
-
-
-def test_num_shared_layers_with_tied_embeddings_ties_the_references_head_too():
-    policy, ref, alone = (tiny.causal(tie_word_embeddings=True) for _ in range(3))
-    trainer = tiny.trainer_of(policy, tiny.settings(num_shared_layers=1), ref=ref)
-    assert ref.lm_head.weight is ref.model.embed_tokens.weight is policy.lm_head.weight
-    steps(trainer, 2)
-    assert same(logits(ref), logits(alone))
-
-
-@pytest.mark.parametrize(
-    ("policy_seed", "layers", "says"),
-    [(0, 2, "2 of 2 layers leaves none to train"), (0, 3, "3 of 2 layers leaves none"), (3, 1, "differ")],
-)
-def test_num_shared_layers_leaves_a_layer_to_train_and_changes_no_reference(policy_seed, layers, says):
-    with pytest.raises(ValueError, match=says):
-        tiny.trainer(policy_seed=policy_seed, num_shared_layers=layers)
+# Precision and memory
 
 
 def test_responses_and_cache_have_the_autocast_of_the_log_probs(monkeypatch):

@@ -1,18 +1,13 @@
-"""The PPO loop on tiny models, on the CPU in float32 unless stated.
-
-Modules: `ppo/optimizer.py`.
-"""
+"""The PPO loop on tiny models, on the CPU in float32 unless stated."""
 
 import copy
 
 import pytest
 import tiny
 import torch
-from torch import nn
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import Rollout
-from rlhf_cli.ppo.optimizer import WeightAverage
 from rlhf_cli.rewards.function import FunctionReward
 
 
@@ -133,27 +128,13 @@ def test_a_rollout_of_fewer_rows_than_minibatches_makes_a_step_of_each_row():
     assert trainer.update(experience)["policy/epochs"] == 3 and len(steps) == 4 * 3
 
 
-# Models that the caller passes
-
-
-def test_dropout_of_the_models_is_switched_off():
-    policy, ids = tiny.causal(attention_dropout=0.5).train(), torch.tensor([[5, 6, 7, 8]])
-    tiny.trainer_of(policy, tiny.settings())
-    assert torch.equal(policy.train()(input_ids=ids).logits, policy(input_ids=ids).logits)
+# An engine that the caller passes
 
 
 @pytest.mark.parametrize("key,value", [("temperature", 0.5), ("bf16", True)])
 def test_an_engine_that_samples_another_distribution_is_rejected(key, value):
     with pytest.raises(AssertionError, match=f"the engine samples with {key} {value}"):
         tiny.trainer_of(tiny.causal(), tiny.settings(), **{key: value})
-
-
-def test_a_value_model_that_is_a_copy_of_a_frozen_one_is_trained():
-    """copy.deepcopy of a reward model copies that it is frozen."""
-    trainer = tiny.trainer_of(tiny.causal(), tiny.settings(), value=tiny.scorer().requires_grad_(False))
-    before = tiny.weights(trainer.value)
-    trainer.step(tiny.prompts())
-    assert not torch.equal(before, tiny.weights(trainer.value))
 
 
 # It learns, and refuses to learn from nonsense
@@ -220,39 +201,6 @@ def test_weights_that_a_step_made_infinite_are_reported_before_they_are_saved():
 
 
 # The average of the weights
-
-
-def fill(model, numbers):
-    for weight, number in zip(model.parameters(), numbers, strict=True):
-        nn.init.constant_(weight, number)
-
-
-def test_an_average_by_hand():
-    """Of weights 8, 0, 4, 2 with decay 3/4; a tied weight is averaged once, a frozen one not."""
-    model = nn.Sequential(*(nn.Linear(2, 1, bias=False) for _ in range(3)))
-    model[2].weight, model[1].weight.requires_grad = model[0].weight, False
-    fill(model, (8, 5))
-    average = WeightAverage(model, 0.75)
-    for number, expected in ((0.0, 6.0), (4.0, 5.5), (2.0, 4.625)):
-        fill(model, (number, 5))
-        average.update()
-        assert {name: value.tolist() for name, value in average.state_dict().items()} == {"0.weight": [[expected] * 2]}
-    with average.in_model():
-        assert model[2].weight.tolist() == [[4.625] * 2] and model[1].weight.tolist() == [[5.0] * 2]
-
-
-def test_bfloat16_weights_are_averaged_in_float32_and_return_bit_for_bit():
-    model = nn.Linear(40, 40, dtype=torch.bfloat16)
-    average, own = WeightAverage(model, 0.999), copy.deepcopy(model.state_dict())
-    fill(model, (2.0, 0.3))
-    average.update()
-    moved = torch.lerp(own["weight"].float(), torch.tensor(2.0), 0.001)
-    torch.testing.assert_close(average.state_dict()["weight"], moved, rtol=1e-6, atol=0)
-    model.load_state_dict(own)
-    with pytest.raises(KeyboardInterrupt), average.in_model():
-        assert torch.equal(model.weight, moved.bfloat16())
-        raise KeyboardInterrupt
-    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_shared_layers": 1}, {"value_only_updates": 1, "head": True}])

@@ -12,6 +12,7 @@ from report_run import UPDATES, answers, metrics
 from rlhf_cli.config.machinery.fields import key_at
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.evaluation.sample_pairs import response_pairs
+from rlhf_cli.ppo.monitor import MIN_EOS_FRACTION
 from rlhf_cli.report import figures, tables
 from rlhf_cli.report.rules import (
     CAUSES,
@@ -27,6 +28,7 @@ from rlhf_cli.report.rules import (
     with_values,
 )
 from rlhf_cli.runs.read import Stage
+from rlhf_cli.stages.ppo.runner import RATIO_TOLERANCE
 
 ADVICE = [(rule.key, advice) for rule in RULES for advice in (rule.if_low, rule.if_high) if advice]
 ADVICE += [("objective/scores", IF_NEAR), ("objective/scores", IF_FAR)]
@@ -41,6 +43,12 @@ def read(updates: int = UPDATES, config: dict | None = None, **series: list[floa
 
 def read_one(key: str, values: list[float], config: dict | None = None, **series: list[float]) -> Reading:
     return read(len(values), config, **{key.replace("/", "__"): values}, **series)[key]
+
+
+def test_the_report_has_the_limits_at_which_training_warns() -> None:
+    rules = {rule.key: rule for rule in RULES}
+    assert rules["policy/first_ratio_error"].high == RATIO_TOLERANCE
+    assert rules["objective/eos_fraction"].alarm_low == MIN_EOS_FRACTION
 
 
 def test_a_healthy_run_is_inside_every_range() -> None:

@@ -102,6 +102,18 @@ def test_strangers_checkpoints_behind_a_linked_state_stay(folder: Path, stage: s
 
 
 @pytest.mark.training
+def test_a_stage_with_nothing_but_a_linked_state_starts_over(folder: Path) -> None:
+    """Its status is new, as after a user has deleted the rest: the logs of the first steps are gone."""
+    state = killed("sft")
+    scratch = move_to_scratch(state)
+    shutil.rmtree(state.parent)
+    state.parent.mkdir()
+    state.symlink_to(scratch)
+    assert "resumes" not in must_succeed(rlhf("sft", "-c", "sft.yaml")).output
+    assert checkpoints(scratch) == {"checkpoint-6", "checkpoint-8"}
+
+
+@pytest.mark.training
 def test_a_name_that_a_stranger_has_stops_the_run_before_it_trains(folder: Path) -> None:
     scratch = move_to_scratch(killed("sft"))
     (scratch / "checkpoint-4" / OWNER).write_text("0123456789abcdef\n")

@@ -23,7 +23,7 @@ from rlhf_cli.data.sources import locate_files
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import HASH_DIFFERS, read_json_object
 from rlhf_cli.pipeline import children
-from rlhf_cli.pipeline.decide import stage_status
+from rlhf_cli.pipeline.decide import compute_status
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_e08_what_cannot_be_read_is_not_trained_again(stage: str, name: str, run
         assert result.exit_code == 1 and result.stderr.startswith("error[E08]: "), result.output
         assert "damaged" not in (status := rlhf("status", run)).stdout and status.exit_code == 0
     assert contents(run) == before and not (run / ".old").exists()
-    assert stage_status(load(stage, run / f"{stage}.yaml")).state == "finished"
+    assert compute_status(load(stage, run / f"{stage}.yaml")).state == "finished"
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT])

@@ -40,7 +40,7 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: s
     needed = {stage: planner.needed(stage, {}, adapters=kind is not None) for stage in configs}
     fullest = max(needed, key=lambda stage: needed[stage])
     as_it_is = Placement(kind, fullest=fullest, bytes=needed[fullest])
-    fits = as_it_is.bytes <= planner.available
+    fits = as_it_is.bytes <= planner.usable
     if fits and adapters in ("auto", kind or "none"):
         return memory_line("the preset as it is", as_it_is, target)
 

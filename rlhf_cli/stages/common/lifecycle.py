@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_cli import data, runs, system, terminal
@@ -32,11 +33,25 @@ class StageRun:
     parents: dict[str, Parent]
     process_group: ProcessGroup
     identity: dict[str, Any]
-    resumes: bool
+    resumes: bool  # False: it starts over
     memory: str  # line about the memory that it needs, "" if unknown
 
+    def find_checkpoint(self, prefix: str, last_step: int) -> Path | None:
+        """Return the newest valid checkpoint in state/; None without one, or if the stage starts over.
+
+        Checkpoints are named by `prefix` and a step up to `last_step`. Raises RLHFError C15 if one is of another run.
+        """
+        folder = self.config.folder / "state"
+
+        def find() -> Path | None:
+            runs.require_free(folder, prefix, last_step)
+            return runs.latest_state(folder) if self.resumes else None
+
+        checkpoint: Path | None = self.process_group.run_on_main(find)  # on a network drive ranks might differ
+        return checkpoint
+
     def begin_training(self) -> None:
-        """Print the memory of a stage whose inputs are loaded. Raises RLHFError as `runs.require_unchanged`."""
+        """Check the parents once they are loaded, and print the memory. Raises as `runs.require_unchanged`."""
         runs.require_unchanged(self.parents)
         if self.memory:
             terminal.say(f"{self.config.stage:<8} {self.memory}")

@@ -76,7 +76,7 @@ def train_and_save(
     packed = count if packing_strategy(config) else None
     terminal.say(f"{config.stage:<8} {batch_sizes.describe_batches(config, rows, world_size, packed=packed)}")
 
-    resumed = _find_checkpoint(trainer, config, steps)
+    resumed = _read_checkpoint(stage.find_checkpoint("checkpoint-", steps))
     run_trackers = Trackers(config)
     log = MetricsLog(config.folder / "metrics.jsonl", resumed.sums.get("log"), run_trackers)
     trackers.enter_context(run_trackers)
@@ -96,15 +96,8 @@ def train_and_save(
     return TrainedModel(steps, log, trained_base(trainer, config))
 
 
-def _find_checkpoint(trainer: Any, config: TRLConfig, steps: int) -> Resumed:
-    """Return the newest checkpoint of state/, on all ranks: on a network drive each might find another one."""
-    folder = config.folder / "state"
-
-    def find() -> Path | None:
-        runs.require_free(folder, "checkpoint-", steps)
-        return runs.latest_state(folder)
-
-    checkpoint: Path | None = trainer.process_group.run_on_main(find)
+def _read_checkpoint(checkpoint: Path | None) -> Resumed:
+    """Return where the training starts."""
     if checkpoint is None:
         return Resumed(None, {}, {})
     state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))

@@ -59,7 +59,7 @@ class Snapshots:
             save.save_model(components.policy, components.tokenizer, path, card)
 
         with self.cost.measure(), components.trainer.averaged_policy():
-            runs.commit_state(self.folder, self.path(step).name, write, keep=None)  # `prune` deletes them
+            runs.commit_state(self.folder, runs.step_name(step), write, keep=None)  # `prune` deletes them
 
     def record_metrics(self, step: int, stats: Stats, experience: Experience) -> None:
         """Add the metrics of update `step` to the window of the policy before it, and push a new best to the Hub."""
@@ -121,7 +121,7 @@ class Snapshots:
 
     def path(self, step: int) -> Path:
         """Return the folder of the policy after `step`."""
-        return self.folder / f"step_{step:06d}"
+        return self.folder / runs.step_name(step)
 
 
 def evenly_spaced_steps(num_updates: int, count: int) -> set[int]:

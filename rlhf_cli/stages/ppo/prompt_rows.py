@@ -91,6 +91,12 @@ def read_ptx_pairs(config: PPOConfig, tokenizer: Any, model_config: Any) -> list
     return pairs
 
 
+def prompts_of_update(config: PPOConfig, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
+    """Return the prompts of update `step`; `config` has the batch sizes of all processes together."""
+    rows = data.prompt_batch(len(prompts), step, config.ppo.prompts_per_update, config.seed)
+    return [prompts[row] for row in rows]
+
+
 def describe_batches(config: PPOConfig, prompts: Sequence[data.Prompt], world_size: int = 1) -> str:
     """Return the batch arithmetic as one line; `config` has the batch sizes of all processes together."""
     settings = config.ppo

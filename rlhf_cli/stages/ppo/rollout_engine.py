@@ -75,7 +75,7 @@ def set_rollout_rows(
     engine = trainer.engine
     assert isinstance(engine, HFEngine)
     engine.batch_size = fitting.rows
-    size = system.format_bytes(fitting.available)
+    size = system.format_bytes(fitting.usable)
     terminal.say(f"ppo      {fitting.rows} of {episodes} responses are generated at a time: what fits in {size}")
 
 
@@ -84,7 +84,7 @@ def set_rollout_rows(
 
 def server_weights_folder(config: PPOConfig, role: str, update: int) -> Path:
     """Return the folder of weights that the rollout server loads: of the "policy" or the "reference"."""
-    return config.folder / "engine" / role / f"step_{update:06d}"
+    return config.folder / "engine" / role / runs.step_name(update)
 
 
 @dataclass(frozen=True)

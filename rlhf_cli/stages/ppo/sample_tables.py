@@ -47,7 +47,7 @@ class SampleTables:
         functions = [reward.function for reward in rewards if isinstance(reward, FunctionReward)]
         self.columns = named_columns(functions, components.prompts)
 
-    def show(self, step: int) -> None:
+    def show_if_due(self, step: int) -> None:
         """Write and print the table of update `step` if one is due."""
         if self.interval is None or step % self.interval:
             return

@@ -1,11 +1,10 @@
 """How `rlhf init preferences` splits pairs, chooses token limits and sizes, and measures the speed of a model.
 
-Modules: `commands/init/pairs.py`, `planning/placement.py`.
+Modules: `commands/init/limits.py`, `commands/init/pairs.py`, `commands/init/parts.py`.
 """
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,14 @@ from rlhf_cli.commands.init.sizes import (
     Speed,
     choose_sizes,
     learning_rate,
-    memory_planner,
 )
-from rlhf_cli.config.machinery.yaml_io import align_comments
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices
 from rlhf_cli.planning import duration, placement
-from rlhf_cli.planning.memory import GPU_SHARE
-from rlhf_cli.planning.placement import MAX_ROWS, OFFLOAD, PLACEMENTS, POLICY_HEAD, MemoryPlanner, Placement
-from rlhf_cli.planning.target import Target
+from rlhf_cli.planning.placement import MAX_ROWS, PLACEMENTS, Placement
+from rlhf_cli.planning.target import MEMORY_MARGIN, Target
 from tests.conftest import World
 
 NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
@@ -232,69 +228,9 @@ def test_a_short_time_means_fewer_steps_and_a_note() -> None:
 # Memory
 
 
-NEEDED: dict[tuple[Any, ...], int] = {}  # what MemoryPlanner.needed computed for its arguments
-
-
-def planner(gib: float, **sizes: Any) -> MemoryPlanner:
-    config = tiny.config("llama", **{"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, **sizes})
-    limits = replace(INPUTS.limits, max_length=152)
-    made = memory_planner(config, limits, Target.of(str(gib), 1), baselines=True)
-    plain = made.needed
-
-    def needed(stage: str, values: dict[str, Any], *, adapters: bool) -> int:
-        key = (str(sizes), made.target.gpu, stage, str(values), adapters)
-        if key not in NEEDED:
-            NEEDED[key] = plain(stage, values, adapters=adapters)
-        return NEEDED[key]
-
-    made.needed = needed  # type: ignore[method-assign]
-    return made
-
-
-def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
-    """The same total of rows an update; less memory means fewer rows at once, then another placement."""
-    seen = []
-    for gib in (8.0, 1.0, 0.5, 0.4, 0.3, 0.2, 0.15, 0.02):
-        try:
-            placement, _ = planner(gib).choose("auto", hint="")
-        except RLHFError as error:
-            assert error.problems[0].code == "E03" and "and a GPU of" in error.problems[0].text
-            break
-        assert placement.bytes <= GPU_SHARE * gib * 2**30
-        seen.append(
-            (PLACEMENTS.index(replace(placement, rows=None, rollout_rows=None, fullest="", bytes=0)), placement)
-        )
-    order = [index for index, _ in seen]
-    assert order == sorted(order) and order[0] == 0 and len(set(order)) > 2 and len(seen) < 8
-    assert seen[0][1].rows == MAX_ROWS
-    for (index, one), (later, other) in pairwise(seen):
-        assert index < later or all(one.rows[stage] >= other.rows[stage] for stage in MAX_ROWS)
-
-
-def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_policy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each is taken where the one before does not fit; on a CPU offload, which has no effect there, is left out."""
-    whole, planned = [each for each in PLACEMENTS if each.adapters is None], planner(8.0)
-    assert [each.savings[2:] for each in whole] == [(), (), (), (OFFLOAD,), (POLICY_HEAD,), (OFFLOAD, POLICY_HEAD)]
-    monkeypatch.setattr(placement, "MIN_ROWS", {"ppo": 1})
-    planned.first = {"ppo": placement.FIRST["ppo"]}
-    least = [planned.needed("ppo", planned.values("ppo", each, 1, 8), adapters=False) for each in whole]
-    assert least == sorted(least, reverse=True) and len(set(least[2:])) == 4
-    for place in range(2, 6):
-        planned.available = least[place]
-        chosen, _ = planned.choose("none", hint="")
-        assert chosen.savings == whole[place].savings
-    planned.target, planned.available = Target(False, 1, "the CPU"), 0
-    with pytest.raises(RLHFError, match=r"(?s)8-bit AdamW and policy_head in PPO the.*hint: .*fewer weights; --gpu"):
-        planned.choose("none", hint="fewer weights")
-
-
-@pytest.mark.parametrize(("adapters", "kind"), [("none", None), ("lora", "lora"), ("qlora", "qlora")])
-def test_adapters_can_be_chosen(adapters: str, kind: str | None) -> None:
-    assert planner(8.0).choose(adapters, hint="")[0].adapters == kind
-    rates = [learning_rate(stage, 10**9, kind) for stage in ("sft", "reward", "ppo")]
-    assert rates == (["2e-4", "1e-4", "3e-5"] if kind else ["2e-5", "1e-5", "3e-6"])
+def save_config(base: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    tiny.config("llama", vocab_size=400, max_position_embeddings=512, **sizes).save_pretrained(base)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +242,7 @@ def test_the_plan_of_the_written_folder_fits(
     """The same estimator, with the lengths of the data: no stage that was written is too large."""
     base, pairs, run = tmp_path / "base", tmp_path / "pairs.jsonl", tmp_path / "run"
     monkeypatch.setattr(placement, "PLACEMENTS", tried)
-    planner(gib, vocab_size=400, max_position_embeddings=512).body.save_pretrained(base)  # no weights
+    save_config(base)  # no weights
     world.tokenizer().save_pretrained(base)
     rows = [{"prompt": f"{prompt} ", "chosen": "Bright and calm.", "rejected": "Dull."} for prompt in PROMPTS]
     jsonl.write_jsonl(pairs, rows)
@@ -317,7 +253,7 @@ def test_the_plan_of_the_written_folder_fits(
         assert (words in result.stdout) == (key in ppo) and (tried == PLACEMENTS or words in result.stdout)
     planned = json.loads(rlhf("plan", run, "--gpu", gib, "--flops", "1e12", "--json").stdout)
     assert len(planned["stages"]) == 4 and all(stage["fits"] for stage in planned["stages"].values())
-    assert max(stage["memory_bytes"] for stage in planned["stages"].values()) <= GPU_SHARE * gib * 2**30
+    assert max(stage["memory_bytes"] for stage in planned["stages"].values()) <= (1 - MEMORY_MARGIN) * gib * 2**30
 
 
 def test_a_base_without_a_chat_template_that_does_not_fit_is_an_error_with_the_reason(
@@ -325,7 +261,7 @@ def test_a_base_without_a_chat_template_that_does_not_fit_is_an_error_with_the_r
 ) -> None:
     """Adapters do not train the new tokens of chatml; with --plain the conversations are texts, and adapters fit."""
     base, pairs = tmp_path / "base", tmp_path / "pairs.jsonl"
-    planner(1, vocab_size=400, max_position_embeddings=512).body.save_pretrained(base)
+    save_config(base)
     world.tokenizer().save_pretrained(base)
     turns = [[*chat(prompt), {"role": "assistant", "content": "Bright."}] for prompt in PROMPTS]
     other = [{"role": "assistant", "content": "Dull."}]
@@ -343,12 +279,6 @@ def test_evaluations_have_at_most_512_rows_or_prompts() -> None:
     for count, speed, prompts in ((100, 10**6, 100), (1000, 10**6, 512), (1000, 10, 64)):
         inputs = replace(with_rows(heldout=count), speed=Speed(10 * speed, speed))
         assert choose_sizes(inputs, 30).eval_n == prompts
-
-
-def test_comments_are_aligned_in_one_column() -> None:
-    text = "# head\n\na:\n  b: 1  # one\n  much_longer_key: [1, 2]       # two\n  c: 3\n\n"
-    assert [line.find("# ") for line in align_comments(text).splitlines()] == [0, -1, -1, 34, 34, -1]
-    assert align_comments("x: " + "y" * 40 + "  # z").endswith("y  # z\n")
 
 
 # Speed

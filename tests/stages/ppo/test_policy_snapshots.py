@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from damages import flip
-from ppo_folder import ONE, PPO, fails, lines, manifest, must_succeed, ppo, settings, steps, untimed, weights, write
+from ppo_folder import ONE, PPO, fails, lines, manifest, must_succeed, ppo, settings, steps, weights, write
 from safetensors.torch import load_file
 
 from rlhf_cli import runs
@@ -215,29 +215,3 @@ def test_the_best_policy_of_a_checkpoint_is_kept_until_the_next_checkpoint(snaps
     assert runs.state_steps(kept.folder) == [2, 10]
     kept.prune(2)
     assert runs.state_steps(kept.folder) == [2]
-
-
-# Options that only the stage can show
-
-
-def test_generate_ref_response_adds_the_references_responses(trained_folder):
-    rows = untimed(trained_folder / "ppo/metrics.jsonl")
-    result = ppo(trained_folder, "--fresh", *settings("generate_ref_response=true"))
-    assert result.exit_code == 0 and rows == untimed(trained_folder / "ppo/metrics.jsonl")
-    samples = lines(trained_folder / "ppo/samples.jsonl")
-    assert all(isinstance(row["ref_response"], str) and isinstance(row["ref_score"], float) for row in samples)
-    assert any(row["ref_response"] != row["response"] for row in samples) and "its score" in result.stdout
-    first = [(row["prompt"], row["ref_response"]) for row in samples if row["step"] == 2]
-    assert len(first) == len(set(first)) == 8
-
-
-@pytest.mark.parametrize(
-    "row", [{"prompt": "tell me", "completion": " about the sea"}, {"text": "about the moon and the hill"}]
-)
-def test_ptx_rows_of_all_forms(run_folder, row):
-    (run_folder / "ptx.jsonl").write_text(3 * (json.dumps(row) + "\n"))
-    write(run_folder, "ppo", {**PPO, "data": {**PPO["data"], "ptx_data": "ptx.jsonl"}})
-    assert ppo(run_folder, *settings("ptx_coef=1.0")).exit_code == 0
-    history = [line["loss/ptx_avg"] for line in metrics_of(run_folder)]
-    assert history[-1] < history[0]
-    fails(ppo(run_folder, "--fresh"), "C17", "data.ptx_data has no effect without ppo.ptx_coef")

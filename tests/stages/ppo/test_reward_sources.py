@@ -1,6 +1,6 @@
 """Reward sources: ensembles and clips by hand and through `rlhf ppo`; a source that fails; columns of the data.
 
-Modules: `rewards/trial.py`, `stages/ppo/sample_tables.py`.
+Modules: `rewards/trial.py`.
 """
 
 import json
@@ -25,7 +25,6 @@ from rlhf_cli.models import tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import COMBINE, EnsembleReward
-from rlhf_cli.stages.ppo import sample_tables
 from tests.conftest import SHARED
 from tests.reference.comparison import compare_run, disagreements
 
@@ -152,26 +151,6 @@ def break_in_the_third_update(patch, target):
         return plain(*arguments)
 
     patch.setattr(owner, name, broken, raising=False)
-
-
-def test_r05_in_a_sample_table_saves_nothing_of_an_update_that_is_not_finished(run_folder, monkeypatch):
-    rewards = {"mine": {"builtin": "length", "parameters": {"most": 3}}}
-    write(run_folder, "ppo", {**PPO, "models": {"sft": "sft_model", "value": "policy_head"}, "rewards": rewards})
-    options = ["-s", "output.save_steps=2", "-s", "output.snapshots=4", "-s", "ppo.num_sample_generations=4"]
-    plain = sample_tables.experience_to_show
-
-    def broken(components):
-        if components.trainer.updates == 3:
-            raise RLHFError("R05", "reward `mine` failed", hint="")
-        return plain(components)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sample_tables, "experience_to_show", broken)
-        fails(ppo(run_folder, *options), "R05", "reward `mine` failed", exit_code=1)
-    assert steps(run_folder / "ppo/state") == {2}
-    must_succeed(ppo(run_folder, *options), "resumes at step 2 of 4")
-    assert steps(run_folder / "ppo/snapshots") >= {1, 2, 3, 4}
-    assert {row["step"] for row in lines(run_folder / "ppo/samples.jsonl")} == {1, 2, 3, 4}
 
 
 # Columns of the data: reward functions as people write them for TRL's GRPOTrainer

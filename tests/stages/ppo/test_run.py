@@ -1,6 +1,6 @@
 """`rlhf ppo` and `rlhf eval` through the real CLI, on tiny Hugging Face folders that we did not train.
 
-Modules: `stages/common/lifecycle.py`, `stages/ppo/rollout_engine.py`.
+Modules: `stages/common/lifecycle.py`, `stages/ppo/rollout_engine.py`, `stages/ppo/runner.py`.
 """
 
 import json
@@ -115,27 +115,6 @@ def test_the_output_is_that_of_the_contract(trained_once):
     AutoTokenizer.from_pretrained(out / "model")
     assert not [path for path in out.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
     must_succeed(ppo(folder), "finished already")
-
-
-def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(trained_folder):
-    """The first row of a table has a column per quantity of a token."""
-    plain = weights(trained_folder)
-    heldout = f"data.eval_prompts={trained_folder / 'heldout.jsonl'}"
-    assert ppo(trained_folder, *settings(heldout, "num_sample_generations=4"), "--fresh").exit_code == 0
-    samples = lines(trained_folder / "ppo/samples.jsonl")
-    assert {row["step"] for row in samples} == {1, 2, 3, 4}
-    assert all(row["prompt"].startswith("what is") for row in samples)
-    assert weights(trained_folder) == plain and (trained_folder / ".old/ppo-1/manifest.json").is_file()
-    coefs = {line["step"]: line["objective/kl_coef"] for line in lines(trained_folder / "ppo/metrics.jsonl")}
-    first = [row for row in samples if "tokens" in row]
-    assert [row["index"] for row in first] == [0] * 4
-    for row, tokens in ((row, row["tokens"]) for row in first):
-        assert {len(values) for values in tokens.values()} == {row["length"]}
-        assert "".join(tokens["text"]).startswith(row["response"])
-        assert sum(tokens["kl"]) == pytest.approx(row["kl"], abs=1e-5)
-        assert sum(tokens["reward"]) == pytest.approx(row["score"] - coefs[row["step"]] * row["kl"], abs=1e-5)
-    assert ppo(trained_folder, *settings("num_sample_generations=0", ONE), "--fresh").exit_code == 0
-    assert not (trained_folder / "ppo/samples.jsonl").exists()
 
 
 WITHOUT_VALUE = {**PPO, "ppo": {**PPO["ppo"], "advantage": "rloo", "num_samples_per_prompt": 2}}
@@ -311,7 +290,7 @@ def test_m09_scores_that_do_not_come_back(run_folder):
 def test_an_estimator_and_a_first_ratio_that_are_off_are_warned_about(run_folder, monkeypatch):
     silent = must_succeed(ppo(run_folder, ONE)).stderr
     assert "C18" not in silent and "R07" not in silent
-    monkeypatch.setattr("rlhf_cli.stages.ppo.run.RATIO_TOLERANCE", -1.0)
+    monkeypatch.setattr("rlhf_cli.stages.ppo.runner.RATIO_TOLERANCE", -1.0)
     warned = must_succeed(ppo(run_folder, *settings(ONE, "kl_estimator=k3"), "--fresh")).stderr
     assert "warning[C18]" in warned and "hint: k1 has it" in warned
     assert "warning[R07]: step 1: the first ratio of an update differs from 1 by 0" in warned

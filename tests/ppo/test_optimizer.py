@@ -1,0 +1,42 @@
+"""The average of the weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_cli.ppo.optimizer import WeightAverage
+
+
+def fill(model, numbers):
+    for weight, number in zip(model.parameters(), numbers, strict=True):
+        nn.init.constant_(weight, number)
+
+
+def test_an_average_by_hand():
+    """Of weights 8, 0, 4, 2 with decay 3/4; a tied weight is averaged once, a frozen one not."""
+    model = nn.Sequential(*(nn.Linear(2, 1, bias=False) for _ in range(3)))
+    model[2].weight, model[1].weight.requires_grad = model[0].weight, False
+    fill(model, (8, 5))
+    average = WeightAverage(model, 0.75)
+    for number, expected in ((0.0, 6.0), (4.0, 5.5), (2.0, 4.625)):
+        fill(model, (number, 5))
+        average.update()
+        assert {name: value.tolist() for name, value in average.state_dict().items()} == {"0.weight": [[expected] * 2]}
+    with average.in_model():
+        assert model[2].weight.tolist() == [[4.625] * 2] and model[1].weight.tolist() == [[5.0] * 2]
+
+
+def test_bfloat16_weights_are_averaged_in_float32_and_return_bit_for_bit():
+    model = nn.Linear(40, 40, dtype=torch.bfloat16)
+    average, own = WeightAverage(model, 0.999), copy.deepcopy(model.state_dict())
+    fill(model, (2.0, 0.3))
+    average.update()
+    moved = torch.lerp(own["weight"].float(), torch.tensor(2.0), 0.001)
+    torch.testing.assert_close(average.state_dict()["weight"], moved, rtol=1e-6, atol=0)
+    model.load_state_dict(own)
+    with pytest.raises(KeyboardInterrupt), average.in_model():
+        assert torch.equal(model.weight, moved.bfloat16())
+        raise KeyboardInterrupt
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
