@@ -18,7 +18,7 @@ class FormattedPairs:
 
     file: data.PairFile
     pairs: list[Pair]
-    text: str  # one line: what the prompts are
+    description: str  # one line: what the prompts are
     chat_template: str | None = None  # to set in sft.yaml
 
     @property
