@@ -1,7 +1,7 @@
 """Baselines of a run: dpo.yaml beside reward.yaml, and best_of/sft.yaml below ppo.yaml, with its prompts."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def write_dpo(folder: Path, rows: int | None = None) -> None:
     reward = config.load("reward", source)
     assert isinstance(reward, RewardConfig)
 
-    settings = {name: value for name, value in tree["reward"].items() if name in TrainerSettings.model_fields}
+    settings = _with_keys(tree["reward"], TrainerSettings.model_fields)
     if rows:
         batch = _batch_rows(reward.reward)
         rows = min(rows, batch)
@@ -74,7 +74,7 @@ def write_best_of(folder: Path) -> None:
     if "truncate_prompt_words" in data:
         sampling["truncate_prompt_words"] = data.pop("truncate_prompt_words")
 
-    batch = _batch_rows(sized.sft if isinstance(sized, SFTConfig) else sized.reward)
+    batch = _batch_rows(getattr(sized, stage))
     episodes = ppo.ppo.total_episodes or 0
     file = Path(ppo.data.prompts)
     prompts = sum(1 for _ in jsonl.read_jsonl(file)) if file.is_file() else max(episodes, batch)
@@ -107,9 +107,9 @@ def _batch_rows(settings: TrainerSettings) -> int:
     return settings.per_device_train_batch_size * settings.gradient_accumulation_steps
 
 
-def _with_keys(tree: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return those of the keys that a tree has, with their values."""
-    return {key: tree[key] for key in keys if key in tree}
+def _with_keys(tree: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return those of the keys that a tree has, with their values, in its order."""
+    return {key: value for key, value in tree.items() if key in keys}
 
 
 def _first_scorer(ppo: PPOConfig) -> str:
@@ -136,8 +136,7 @@ def _sampling(ppo: PPOConfig) -> dict[str, Any]:
 
 def _shared_settings(written: dict[str, Any], sized: SFTConfig | RewardConfig, ppo: PPOConfig) -> dict[str, Any]:
     """Return the training settings of the stage whose sizes best-of-n SFT has."""
-    shared = TrainerSettings.model_fields.keys() - NOT_SHARED
-    settings = {name: value for name, value in written.items() if name in shared}
+    settings = _with_keys(written, TrainerSettings.model_fields.keys() - NOT_SHARED)
     if isinstance(sized, SFTConfig):
         trains_the_same = bool(sized.model.adapters) == bool(ppo.models.adapters)
         if trains_the_same:

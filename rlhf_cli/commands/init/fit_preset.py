@@ -32,8 +32,7 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, *, adapters
     adapters = adapters or "auto"
     require_known(adapters)
 
-    files = {path.stem: path for path in configs_in(folder)}
-    configs: dict[str, Any] = {stage: config.load(stage, file) for stage, file in files.items()}
+    configs: dict[str, Any] = {path.stem: config.load(path.stem, path) for path in configs_in(folder)}
     kind = adapter_kind(configs["ppo"])
     planner = _planner(build.new_config(fields), target, prompt, configs)
 
@@ -48,9 +47,9 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, *, adapters
     if adapters != "auto":
         hint += ", or leave --adapters out"
     chosen, _ = planner.choose(adapters, own=kind, where="--gpu", hint=hint)
-    for stage, file in files.items():
-        values = _values(configs[stage], planner, chosen, has_adapters=kind is not None)
-        _write_values(file, configs[stage].model_dump(), values, reason=f"for {target.name}")
+    for preset in configs.values():
+        values = _values(preset, planner, chosen, has_adapters=kind is not None)
+        _write_values(preset, values, f"for {target.name}")
     return memory_line(chosen, chosen, target, "as it is the preset needs", None if fits else as_it_is)
 
 
@@ -99,9 +98,10 @@ def _values(preset: Any, planner: MemoryPlanner, chosen: Placement, *, has_adapt
     return values
 
 
-def _write_values(file: Path, before: Mapping[str, Any], values: Mapping[str, Any], *, reason: str) -> None:
+def _write_values(preset: Any, values: Mapping[str, Any], reason: str) -> None:
     """Change a YAML to values by key, with a comment that has the value of the preset."""
-    text = file.read_text(encoding="utf-8")
+    before = preset.model_dump()
+    text = preset.file.read_text(encoding="utf-8")
     for key, value in values.items():
         section, _, name = key.partition(".")
         old = before.get(section, {}).get(name)
@@ -110,4 +110,4 @@ def _write_values(file: Path, before: Mapping[str, Any], values: Mapping[str, An
         if value != old:
             comment = reason if old is None else f"{reason}; the preset has {to_yaml(old)}"
             text = with_value(text, key, value, comment)
-    file.write_text(text, encoding="utf-8")
+    preset.file.write_text(text, encoding="utf-8")

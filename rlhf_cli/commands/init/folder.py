@@ -98,10 +98,8 @@ def _files(folder: Path) -> list[str]:
 
 def _check_conflicts(folder: Path, scratch: Path, names: list[str]) -> None:
     """Raise RLHFError C15 if a file exists with another content, or where a folder is needed."""
-    conflicts: list[str] = []
-    for name in names:
-        if os.path.lexists(folder / name) and not _same_file(folder / name, scratch / name):
-            conflicts.append(name)
+    existing = [name for name in names if os.path.lexists(folder / name)]
+    conflicts = [name for name in existing if not _same_file(folder / name, scratch / name)]
     for name in names:
         conflicts += [str(parent) for parent in Path(name).parents if (folder / parent).is_file()]
     conflicts = list(dict.fromkeys(conflicts))

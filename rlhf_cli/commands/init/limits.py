@@ -137,7 +137,7 @@ def _select(counts: Sequence[TokenCounts], context: int) -> Selection:
     row_lengths = {  # by the index of the pair
         index: count.longer_row
         for index, count in enumerate(counts)
-        if count.prompt + response <= context and count.longer_row <= context
+        if max(count.prompt + response, count.longer_row) <= context
     }
     if not row_lengths:
         return Selection([], response, context)

@@ -127,8 +127,8 @@ def balance_parts(parts: Parts) -> Parts:
     """Return the reward model's two parts as `balance_lengths` keeps them. Raises RLHFError D11 if too few pairs."""
     kept: Parts = {}
     for name in MIN_BALANCED:
-        indices = balance_lengths(character_lengths(parts[name]))
-        kept[name] = [parts[name][index] for index in indices]
+        pairs = parts[name]
+        kept[name] = [pairs[index] for index in balance_lengths(character_lengths(pairs))]
     if all(len(kept[name]) >= least for name, least in MIN_BALANCED.items()):
         return kept
 

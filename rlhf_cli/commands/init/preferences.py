@@ -129,11 +129,8 @@ def init(folder: Path, options: PreferencesOptions) -> None:
 
 
 def _missing_options_error(options: PreferencesOptions, folder: Path) -> RLHFError:
-    missing = []
-    if options.data is None:
-        missing.append("--data, your file of pairs,")
-    if options.base is None:
-        missing.append("--base, the model to start from,")
+    needed = {"--data, your file of pairs,": options.data, "--base, the model to start from,": options.base}
+    missing = [text for text, value in needed.items() if value is None]
     verb = "is" if len(missing) == 1 else "are"
     pairs = shell_word(options.data or "pairs.jsonl")
     model = shell_word(options.base or "MODEL")
@@ -202,8 +199,8 @@ def _set_chat_template(tokenizer: Any, formatted: FormattedPairs, adapters: str)
             raise RLHFError("C17", f"--adapters {adapters}: {ADDED_TOKENS}", hint=hint)
 
     with_thoughts = sum("</think>" in pair.chosen for pair in formatted.pairs)
-    thoughts = with_thoughts > len(formatted.pairs) / 2
-    variables = chat_templates.variables_for_answers(tokenizer, thoughts=thoughts)
+    mostly = with_thoughts > len(formatted.pairs) / 2
+    variables = chat_templates.variables_for_answers(tokenizer, thoughts=mostly)
     chat_templates.set_template_variables(tokenizer, variables, where="--base")
     return variables
 
@@ -248,7 +245,7 @@ def _template_values(
 ) -> dict[str, Any]:
     """Return what the templates of configs/preferences read."""
     leaves_answers_out = len(data.files["sft"]) < len(data.parts["sft"])
-    placement = inputs.placement
+    savings = inputs.placement.savings
     return {
         "base": base.hub or str(base.path.resolve()),
         "data": data.source.shown(),
@@ -258,12 +255,12 @@ def _template_values(
         "max_answers": MAX_SFT_ANSWERS if leaves_answers_out else None,
         "inputs": inputs,
         "sizes": sizes,
-        "rate_at_1g": {stage: learning_rate(stage, 10**9, placement.adapters) for stage in BASE_LEARNING_RATES},
+        "rate_at_1g": {stage: learning_rate(stage, 10**9, inputs.placement.adapters) for stage in BASE_LEARNING_RATES},
         "saves": {
-            "checkpointing": CHECKPOINTING in placement.savings,
-            "adamw_8bit": ADAMW_8BIT in placement.savings,
-            "offload": OFFLOAD in placement.savings,
-            "policy_head": POLICY_HEAD in placement.savings,
+            "checkpointing": CHECKPOINTING in savings,
+            "adamw_8bit": ADAMW_8BIT in savings,
+            "offload": OFFLOAD in savings,
+            "policy_head": POLICY_HEAD in savings,
         },
         "episodes_per_update": EPISODES_PER_UPDATE,
         "ppo_epochs": PPO_EPOCHS[0],
@@ -276,8 +273,7 @@ def write_data(folder: Path, files: Mapping[str, Rows], sizes: RunSizes) -> None
     folder.mkdir(parents=True)
     max_rows = {"sft_eval": sizes.sft.eval_rows, "pairs_eval": sizes.reward.eval_rows}
     for name, rows in files.items():
-        limit = max_rows.get(name)
-        write_jsonl(folder / f"{name}.jsonl", rows[:limit])
+        write_jsonl(folder / f"{name}.jsonl", rows[: max_rows.get(name)])
 
 
 def write_configs(folder: Path, values: Mapping[str, Any], dpo_rows: int | None) -> None:
@@ -300,9 +296,10 @@ def _print_summary(data: PreparedData, inputs: SizingInputs, sizes: RunSizes) ->
     used = sum(len(pairs) for pairs in data.parts.values())
     terminal.out(f"{data.formatted.file.num_read} rows read, {used} pairs used, as {data.formatted.description}")
     terminal.out(f"columns: {data.formatted.file.columns}")
-    rows = []
-    for name, pairs in data.parts.items():
-        rows.append([name, PART_USES[name], str(len(distinct_prompts(pairs))), str(len(pairs))])
+    rows = [
+        [name, PART_USES[name], str(len(distinct_prompts(pairs))), str(len(pairs))]
+        for name, pairs in data.parts.items()
+    ]
     terminal.table(["part", "for", "prompts", "pairs"], rows)
 
     low, high = wilson(sizes.eval_n / 2, sizes.eval_n)

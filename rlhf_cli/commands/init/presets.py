@@ -3,7 +3,7 @@
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,16 @@ class Preset:
             arithmetic.write(folder, seed, self.arithmetic_sizes)
 
 
-def _read_presets() -> Iterator[tuple[str, Preset]]:
-    """Yield name and preset of each table of presets.toml."""
-    tables = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
-    sizes = {"world_sizes": world.Sizes, "arithmetic_sizes": arithmetic.Sizes}
-    for name, table in tables.items():
-        made = {key: sizes[key](**value) for key, value in table.items() if key in sizes}
-        yield name, Preset(**{**table, **made})
+def _preset(table: dict[str, Any]) -> Preset:
+    """Return the preset of a table of presets.toml."""
+    for name, kind in (("world_sizes", world.Sizes), ("arithmetic_sizes", arithmetic.Sizes)):
+        if name in table:
+            table[name] = kind(**table[name])
+    return Preset(**table)
 
 
-PRESETS = dict(_read_presets())
+_TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+PRESETS = {name: _preset(table) for name, table in _TABLES.items()}
 
 
 def init(
@@ -72,11 +72,11 @@ def init(
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS) or "rlhf init --list"
         raise RLHFError("C07", f"no preset {name!r}; there are {', '.join(PRESETS)}", hint=hint)
-    if (adapters or gpu) and not PRESETS[name].base_config:
+    preset = PRESETS[name]
+    if (adapters or gpu) and not preset.base_config:
         text = f"--{'adapters' if adapters else 'gpu'} belongs to presets of a large model, and {name} has none"
         raise RLHFError("C11", text, hint="remove it")
 
-    preset = PRESETS[name]
     memory = None
     with all_or_nothing(folder) as scratch:
         stages = _copy_configs(configs_folder() / name, scratch, seed)

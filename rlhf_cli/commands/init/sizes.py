@@ -28,7 +28,8 @@ MAX_LEARNING_RATES = {"sft": 1e-3, "reward": 1e-3, "ppo": 2e-4}  # higher PPO ra
 LEARNING_RATE_EXPONENT = 0.6
 TRAIN_FILES = {"sft": "sft", "reward": "pairs"}  # training file of a stage in data/
 TIME_SHARES = {"sft": 0.2, "reward": 0.2, "ppo": 0.5, "eval": 0.1}  # of the time budget
-DEFAULT_MINUTES = {"cpu": 30.0, "cuda": 480.0}
+CPU_MINUTES = 30.0  # the default time budget; `rlhf init --help` has both
+GPU_MINUTES = 480.0
 MIN_UPDATES = 50  # of PPO; the demo's reward is near its peak by then (docs/results/demo.md)
 ANSWERS_PER_PROMPT = 3  # of PPO, if the time allows
 PPO_EPOCHS = (4, 2, 1)  # the default of num_ppo_epochs, and fewer if that leaves time for more updates
@@ -128,22 +129,20 @@ def memory_planner(body: Any, limits: TokenLimits, target: Target, *, baselines:
 
 
 def _config(stage: str, overrides: Sequence[str], limits: TokenLimits) -> Config:
-    """Return the config of a stage as far as its memory depends on it."""
-    tree: dict[str, Any] = {"run": "/run"}
+    """Return the config of a stage as far as its memory depends on it; no file of that name is read."""
+    models = {"sft": "/sft", "reward": "/reward"}
+    length = limits.response_length
+    tree: dict[str, Any]
     if stage == "ppo":
-        tree["models"] = {"sft": "/sft", "reward": "/reward"}
-        tree["data"] = {"prompts": "none"}
-        tree["ppo"] = {"total_episodes": EPISODES_PER_UPDATE, "response_length": limits.response_length}
+        sizes = {"total_episodes": EPISODES_PER_UPDATE, "response_length": length}
+        tree = {"models": models, "data": {"prompts": "none"}, "ppo": sizes}
     elif stage == "eval":
-        tree["models"] = {"sft": "/sft", "reward": "/reward", "ppo": "/ppo"}
-        tree["data"] = {"prompts": "none"}
-        tree["eval"] = {"temperature": 1.0, "response_length": limits.response_length}
+        models["ppo"] = "/ppo"
+        tree = {"models": models, "data": {"prompts": "none"}, "eval": {"temperature": 1.0, "response_length": length}}
     else:
-        tree["model"] = {"path": "/base"}
-        tree["data"] = {"train": "none"}
-        tree[stage] = {"max_length": limits.max_length}
+        tree = {"model": {"path": "/base"}, "data": {"train": "none"}, stage: {"max_length": limits.max_length}}
 
-    source = YamlFile("", tree, {}, [])
+    source = YamlFile("", {"run": "/run", **tree}, {}, [])
     apply_overrides(overrides, source, CONFIGS[stage])
     config = CONFIGS[stage].model_validate(source.tree)
     config._origin = Origin(Path(f"/run/{stage}.yaml"), f"{stage}.yaml")
@@ -221,8 +220,8 @@ def choose_sizes(inputs: SizingInputs, minutes: float | None) -> RunSizes:
     )
     if inputs.speed is None:
         return replace(sizes, note=UNMEASURED) if minutes else sizes
-    minutes = minutes or DEFAULT_MINUTES["cuda" if inputs.target.gpu else "cpu"]
-    return _fit_time(sizes, inputs, inputs.speed, 60 * minutes)
+    default = GPU_MINUTES if inputs.target.gpu else CPU_MINUTES
+    return _fit_time(sizes, inputs, inputs.speed, 60 * (minutes or default))
 
 
 def learning_rate(stage: str, parameters: int, adapters: str | None = None) -> str:
@@ -313,9 +312,7 @@ def _fit_time(sizes: RunSizes, inputs: SizingInputs, speed: Speed, limit: float)
         total += (1 + FORWARD_COST) * reward_s
     total += episodes * pace.episode(epochs)
     total += eval_n * pace.evaluated_prompt
-    note = ""
-    if total > TOLERANCE * limit:
-        note = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
+    slow = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
     return replace(
         sizes,
         sft=sft,
@@ -324,16 +321,17 @@ def _fit_time(sizes: RunSizes, inputs: SizingInputs, speed: Speed, limit: float)
         ppo_epochs=epochs,
         eval_n=eval_n,
         minutes=max(1, math.ceil(total / 60)),
-        note=note,
+        note=slow if total > TOLERANCE * limit else "",
     )
 
 
-def _fit_ppo_time(total: int, pace: Pace, limit: float) -> tuple[int, int]:
-    """Return the most epochs that leave time for MIN_UPDATES, and the episodes in `limit` seconds, up to `total`."""
-    enough = min(total, MIN_UPDATES * EPISODES_PER_UPDATE)
-    allowed = {epochs: _whole_updates(int(limit / pace.episode(epochs))) for epochs in PPO_EPOCHS}
-    epochs = next((epochs for epochs in PPO_EPOCHS if allowed[epochs] >= enough), PPO_EPOCHS[-1])
-    return epochs, max(MIN_STEPS * EPISODES_PER_UPDATE, min(total, allowed[epochs]))
+def _fit_ppo_time(most: int, pace: Pace, limit: float) -> tuple[int, int]:
+    """Return the most epochs that leave time for MIN_UPDATES, and the episodes in `limit` seconds, up to `most`."""
+    for epochs in PPO_EPOCHS:
+        episodes = min(most, _whole_updates(int(limit / pace.episode(epochs))))
+        if episodes >= MIN_UPDATES * EPISODES_PER_UPDATE:
+            return epochs, episodes
+    return epochs, max(MIN_STEPS * EPISODES_PER_UPDATE, episodes)
 
 
 def _fit_training_time(training: Training, row_s: float, limit: float) -> tuple[Training, float]:
