@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from markupsafe import Markup, escape
 
+from rlhf_cli.report.formats import number, visible
 from rlhf_cli.report.rules import Band
-from rlhf_cli.report.tables import number, visible
 from rlhf_cli.runs.report import CalibrationBin
 
 if TYPE_CHECKING:

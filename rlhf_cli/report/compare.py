@@ -11,9 +11,10 @@ from rlhf_cli.evaluation.report_text import pair_label
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report import diagnosis
 from rlhf_cli.report.charts import Figure, draw_curves, figure
-from rlhf_cli.report.page import WORDS, render_template
+from rlhf_cli.report.formats import bounds, number, percent, rated
+from rlhf_cli.report.html import WORDS, render_template
 from rlhf_cli.report.rules import RULES, Rule, Series
-from rlhf_cli.report.tables import bounds, number, percent, rated, stage_row, total_seconds
+from rlhf_cli.report.tables import stage_row, total_seconds
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import PolicyScores, Report, WinRate

@@ -20,8 +20,9 @@ from rlhf_cli.evaluation.report_text import (
 from rlhf_cli.evaluation.reward_model import mean_confidence
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.jsonl import is_number
+from rlhf_cli.report.formats import bounds, count, number, percent
 from rlhf_cli.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
-from rlhf_cli.report.tables import ABSENT, bounds, count, number, percent
+from rlhf_cli.report.tables import ABSENT
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import Report, RewardModelCard, WinRates
 from rlhf_cli.statistics import FEWEST, gained, noise, rose_again, wilson, with_interval

@@ -9,9 +9,9 @@ from rlhf_cli.evaluation.sample_pairs import response_pairs
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report import charts
 from rlhf_cli.report.charts import Figure, WinRateRow, figure
+from rlhf_cli.report.formats import number, percent
 from rlhf_cli.report.frontier import ON_PAGE, draw_panel
 from rlhf_cli.report.rules import ILL, Reading, Series, by_cause, readings, with_values
-from rlhf_cli.report.tables import number, percent
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import FrontierPoint, PolicyScores, Report, RewardModelCard
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlhf_cli.evaluation.report_text import other_policies, ppo_points
 from rlhf_cli.files import write_text
 from rlhf_cli.report.charts import INK, SERIES, mark, render
-from rlhf_cli.report.tables import visible
+from rlhf_cli.report.formats import visible
 from rlhf_cli.runs.report import LimitPoint, PolicyScores, Report
 
 if TYPE_CHECKING:

@@ -1,34 +1,20 @@
 """The report of one run as an HTML page."""
 
-import base64
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
-from rlhf_cli import __version__
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES
 from rlhf_cli.evaluation import report_text, sample_pairs
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
-from rlhf_cli.jsonl import is_number
 from rlhf_cli.report import diagnosis, figures, tables
-from rlhf_cli.report.tables import bounds, count, number, percent, visible
+from rlhf_cli.report.formats import bounds, count, percent
+from rlhf_cli.report.html import render_template
 from rlhf_cli.runs.layout import OPTIONAL_STAGES
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import Report, RewardModelCard
 from rlhf_cli.runs.settings import from_defaults
 
-GENERATOR = "rlhf report"  # identifies our own pages: no other file is ever replaced
-WORDS = {
-    "good": "good",
-    "early": "too early to tell",
-    "stale": "out of date",
-    "look": "worth a look",
-    "bad": "bad",
-    "open": "incomplete",
-}
 SECTIONS = (
     ("glance", "Summary"),
     ("ran", "What ran"),
@@ -117,32 +103,6 @@ def _ppo(run: Run) -> dict[str, Any]:
         "temperature": run.stages["ppo"].setting("ppo.temperature"),
         "firings": list(_alarms(run.firings)),
     }
-
-
-def render_template(template: str, **values: Any) -> str:
-    """Render a page. Every printed value is escaped and made visible, except our own script, style and figures."""
-    import jinja2
-
-    loader = jinja2.PackageLoader("rlhf_cli.report", "templates")
-    environment = jinja2.Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=lambda value: value if value is None or hasattr(value, "__html__") else visible(str(value)),
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals.update(number=number, percent=percent, is_number=is_number, words=WORDS)
-    script, style = (loader.get_source(environment, name)[0] for name in ("search.js", "style.css"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(template).render(
-        generator=GENERATOR,
-        version=__version__,
-        script=Markup(script),
-        script_hash=f"sha256-{digest}",
-        style=Markup(style),
-        **values,
-    )
 
 
 def _report_card(run: Run) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_cli.config.ppo import PPOSettings, WatchdogSettings
 from rlhf_cli.jsonl import is_number
-from rlhf_cli.report.tables import count, number
+from rlhf_cli.report.formats import count, number
 from rlhf_cli.runs.read import Stage
 from rlhf_cli.runs.settings import value_text
 from rlhf_cli.statistics import FEWEST, best_of_n_kl, end_noise, gained, last_quarter

@@ -101,7 +101,7 @@ def brief(folder: Path) -> tuple[str, bool]:
 
 def _require_own_file(target: Path) -> None:
     """Raise RLHFError C15 if the path has a file that is not a report, E03 if it cannot be written."""
-    from rlhf_cli.report.page import GENERATOR
+    from rlhf_cli.report.html import GENERATOR
 
     hint = "choose another path: --out FILE"
     if target.is_dir():

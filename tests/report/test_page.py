@@ -1,6 +1,7 @@
 """HTML of the report: untrusted text is inert, nothing is loaded, figures show their data; and comparisons of runs.
 
-Modules: `report/charts.py`, `report/compare.py`, `report/figures.py`, `report/frontier.py`.
+Modules: `report/charts.py`, `report/compare.py`, `report/figures.py`, `report/formats.py`, `report/frontier.py`,
+`report/html.py`.
 """
 
 import base64
@@ -21,11 +22,11 @@ from matplotlib.figure import Figure as Canvas
 from report_run import CARD, answers, begin, change, configs, metrics, report, with_limit, with_policies, write_run
 
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.report import charts, compare, frontier, page, tables
+from rlhf_cli.report import charts, compare, formats, frontier, page
 from rlhf_cli.report.charts import WinRateRow
 from rlhf_cli.report.compare import Result
+from rlhf_cli.report.formats import INVISIBLE, visible
 from rlhf_cli.report.rules import Band
-from rlhf_cli.report.tables import INVISIBLE, visible
 from rlhf_cli.runs.read import at_step, read_run
 from rlhf_cli.runs.report import Report
 
@@ -328,7 +329,7 @@ def test_results_have_mean_and_spread(tmp_path: Path) -> None:
     assert rows["reward model, accuracy"][0] == "75 % [69, 80]" and rows["SFT, answers that end"][0] == "97 %"
     assert rows["selected update"] == ["10", "10", "10", "", "", "3"], "a mean of updates is meaningless"
     assert rows["PPO, KL from SFT in nats"][0] == "12.3" and rows["PPO, seconds"][0] == "100"
-    assert [tables.number(value) for value in (999.4, 1234, 9999.6)] == ["999", "1,234", "10,000"]
+    assert [formats.number(value) for value in (999.4, 1234, 9999.6)] == ["999", "1,234", "10,000"]
 
 
 def test_a_comparison_states_if_win_rates_differ(tmp_path: Path) -> None:
