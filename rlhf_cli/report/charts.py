@@ -76,14 +76,16 @@ def render(
     style: Path | None = None,
     **options: Any,
 ) -> str:
-    """Return the SVG file of a drawing on a figure, without some metadata; default style: the user's settings."""
+    """Return the SVG file of a drawing on a figure, without some metadata, in matplotlib's default style or `style`."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs its search for fonts
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     settings = matplotlib.rc_params_from_file(style, use_default_template=False) if style else {}
     picture = io.StringIO()
-    with matplotlib.rc_context({**settings, "svg.hashsalt": "rlhf"}):  # equal figures are equal bytes
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # not the user's settings: equal figures are equal bytes
+        matplotlib.rcParams.update({**settings, "svg.hashsalt": "rlhf"})
         canvas = Canvas(figsize=size, layout="constrained")
         draw(canvas)
         canvas.savefig(picture, format="svg", metadata=dict.fromkeys(omitted), **options)

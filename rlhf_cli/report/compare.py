@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from rlhf_cli.report import diagnosis
 from rlhf_cli.report.charts import Figure, draw_curves, figure
 from rlhf_cli.report.formats import bounds, number, percent, rated
 from rlhf_cli.report.html import WORDS, render_template
-from rlhf_cli.report.rules import RULES, Rule, Series
+from rlhf_cli.report.rules import RULES, Series, metrics_of
 from rlhf_cli.report.tables import stage_row, total_seconds
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.read import Run
@@ -44,7 +45,7 @@ def of_runs(runs: list[Run]) -> str:
         notes=notes,
         conclusions=conclusions,
         win_rates=list(win_rate_differences(names, runs)),
-        only_seeds=all(key == "seed" for _, key, _ in differences),
+        only_seeds={key for _, key, _ in differences} == {"seed"},
         results=[cells for cells in results(runs) if cells[-1] != "0"],
         curves=list(_curves(names, runs)),
         differences=[[stage, key, *values] for stage, key, values in differences],
@@ -254,22 +255,22 @@ def _judge_model(run: Run, judge: str) -> str:
 
 def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
     """Yield the curves of each metric that is not constant."""
+    stages = [run.stages["ppo"] for run in runs]
     for rule in RULES:
-        lines: dict[str, Series] = {}
-        values = set[float]()
-        for name, run in zip(names, runs, strict=True):
-            points = run.stages["ppo"].series(rule.key)
-            if points:
-                lines[name] = points
-                values.update(value for _, value in points)
-        if len(values) > 1:
-            yield _curve(rule, lines)
+        titles: dict[str, str] = {}
+        for stage in stages:
+            titles.update(metrics_of(rule, stage))
+        for key, title in titles.items():
+            lines = {name: stage.series(key) for name, stage in zip(names, stages, strict=True)}
+            values = [value for _, value in chain.from_iterable(lines.values())]
+            if len(set(values)) > 1:
+                yield _curve(key, title, rule.unit, {name: points for name, points in lines.items() if points})
 
 
-def _curve(rule: Rule, lines: Mapping[str, Series]) -> Figure:
+def _curve(key: str, title: str, unit: str, lines: Mapping[str, Series]) -> Figure:
     ends = "; ".join(f"{name} {number(_end(points))}" for name, points in lines.items())
-    draw = partial(draw_curves, lines, unit=rule.unit)
-    return figure(f"ppo-{rule.key}", rule.title, f"At the end: {ends}.", draw, key=rule.key)
+    draw = partial(draw_curves, lines, unit=unit)
+    return figure(f"ppo-{key}", title, f"At the end: {ends}.", draw, key=key)
 
 
 def _end(points: Series) -> float:

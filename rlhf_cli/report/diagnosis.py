@@ -46,6 +46,7 @@ class Finding:
     text: str
     advice: str = ""
     name: str = ""
+    key: str = ""  # its table in findings.toml
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
@@ -53,7 +54,7 @@ _TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encod
 
 def _finding(key: str, **values: Any) -> Finding:
     """Return the finding of a table of findings.toml."""
-    return Finding(**{name: text.format(**values) for name, text in _TABLE[key].items()})
+    return Finding(key=key, **{name: text.format(**values) for name, text in _TABLE[key].items()})
 
 
 def findings(run: Run, stage: str) -> list[Finding]:
@@ -77,7 +78,7 @@ def _of_the_folder(stage: Stage) -> Iterator[Finding]:
 def _sft(run: Run) -> Iterator[Finding]:
     losses = list(_losses(run.stages["sft"]))
     yield from losses
-    is_overfit = any(finding.grade == "look" and key_changes(finding.advice) for finding in losses)
+    is_overfit = any(finding.key in ("held_out_loss_rose", "memorized") for finding in losses)
     yield from _ended(run, overfit=is_overfit)
 
     repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]

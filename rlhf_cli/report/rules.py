@@ -190,7 +190,7 @@ def readings(ppo: Stage) -> list[Reading]:
     lengths = dict(ppo.series("objective/response_length"))
     found = []
     for rule in RULES:
-        for key, title in _metrics(rule, ppo):
+        for key, title in metrics_of(rule, ppo):
             points = ppo.series(key)
             if rule.watchdog == "kl":  # its limit is per token
                 points = [(step, value) for step, value in points if step in lengths]
@@ -229,7 +229,7 @@ def by_cause(found: Sequence[Reading]) -> list[Reading]:
     return sorted(found, key=lambda reading: (-SEVERITY.index(reading.verdict), CAUSES.index(reading.rule.key)))
 
 
-def _metrics(rule: Rule, ppo: Stage) -> Iterator[tuple[str, str]]:
+def metrics_of(rule: Rule, ppo: Stage) -> Iterator[tuple[str, str]]:
     """Yield (key, title) of the metrics of a rule: NAME stands for any reward source."""
     if not rule.key.endswith("NAME"):
         yield rule.key, rule.title

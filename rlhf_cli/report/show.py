@@ -1,6 +1,7 @@
 """Write the page of a run, or of a comparison, to a file; show an evaluation at its end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def show_evaluation(config: EvalConfig) -> None:
     if report_text.has_frontier(report):
         from rlhf_cli.report.frontier import draw_file
 
-        draw_file(report, config.folder / "frontier.svg")
+        with _failure_as_warning("frontier.svg", "run `rlhf eval` again"):
+            draw_file(report, config.folder / "frontier.svg")
     write_beside(config.folder)
     print_report(config.folder)
     check_requirements(report, config.eval.require, where=config.where)
@@ -76,19 +78,26 @@ def show_evaluation(config: EvalConfig) -> None:
 def write_beside(eval_folder: Path) -> None:
     """Write report.html in an evaluation's folder. The evaluation is complete by then: a failure is a warning (R15)."""
     target = eval_folder / REPORT_PAGE
-    try:
+    hint = f"write it with `rlhf report {shell_path(eval_folder.parent)}`"
+    with _failure_as_warning("the report of the evaluation", hint):
         from rlhf_cli.report import page
 
         _require_own_file(target)
         write_text(target, page.of_run(read_run(eval_folder)))
-    except Exception as error:  # of matplotlib, of the disk, of a file that was edited by hand
+
+
+@contextmanager
+def _failure_as_warning(what: str, hint: str) -> Iterator[None]:
+    """Warn (R15) if a file could not be written: for matplotlib, the disk, or a file that was edited by hand."""
+    try:
+        yield
+    except Exception as error:
         reason = error.problems[0].text if isinstance(error, RLHFError) else f"{type(error).__name__}: {error}"
-        problem = f"the report of the evaluation could not be written: {' '.join(reason.split())}"
-        terminal.warn("R15", problem, hint=f"write it with `rlhf report {shell_path(eval_folder.parent)}`")
+        terminal.warn("R15", f"{what} could not be written: {' '.join(reason.split())}", hint=hint)
 
 
 def brief(folder: Path) -> tuple[str, bool]:
-    """Return the first sentence of a run's report, and whether a stage is bad or worth a look.
+    """Return the conclusion of a run's report, and whether a stage is bad or worth a look.
 
     Raises RLHFError M01 if there is no stage.
     """

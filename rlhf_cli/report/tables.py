@@ -189,7 +189,7 @@ def _matches_its_file(run: Run, stage: Stage) -> bool:
 
 
 def hashes(run: Run) -> list[tuple[str, str]]:
-    """Return (name, sha256 or revision) of all inputs and manifests."""
+    """Return (name, sha256 or revision) of each stage's config, tokenizer, chat template and code."""
     rows = []
     for name, stage in run.stages.items():
         manifest = stage.manifest

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 import report_run
 from matplotlib.figure import Figure as Canvas
@@ -308,6 +309,8 @@ def test_ids_are_unique_and_figures_deterministic() -> None:
     assert ids == ["b-series-to-2", "b-series-to-2-again", "b-series-to_2"]
     one, two = (str(charts.draw_svg(name, "about", charts.CARD, curve)) for name in ("one", "two"))
     assert one != two and one.replace("one-", "two-") == two
+    with matplotlib.rc_context({"axes.xmargin": 0.4}):  # as in a user's matplotlibrc
+        assert str(charts.draw_svg("one", "about", charts.CARD, curve)) == one
 
 
 # Comparison of runs
@@ -357,7 +360,8 @@ def test_a_comparison_states_if_win_rates_differ(tmp_path: Path) -> None:
 def test_a_comparison_has_curves_and_settings(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name / "demo") for name in ("one", "two")]
     begin(folders[1] / "ppo", configs()["ppo"] | {"seed": 3, "ppo": {"kl_coef": 0.5, "response_length": 53}})
-    write_jsonl(folders[1] / "ppo/metrics.jsonl", metrics(objective__scores=[9.0] * 20))
+    disagreement = {"objective__disagreement__mine": [0.1 * step for step in range(20)]}
+    write_jsonl(folders[1] / "ppo/metrics.jsonl", metrics(objective__scores=[9.0] * 20, **disagreement))
     html = compare.of_runs([read_run(folder) for folder in folders])
     assert Reader(html).tags["script"] == 1
     figure = re.findall(r'<svg [^>]*aria-label="Reward score[^"]*">(.*?)</svg>', html, re.S)[0]
@@ -365,6 +369,7 @@ def test_a_comparison_has_curves_and_settings(tmp_path: Path) -> None:
     rows = re.findall(r"<tr data-row>(.*?)</tr>", html.replace("</td>", "|"))
     assert sorted(re.sub(r"<[^>]*>", "", row) for row in rows) == ["ppo|ppo.kl_coef|0.2|0.5|", "ppo|seed|0|3|"]
     assert "At the end: one/demo 1.7; two/demo 9." in html
+    assert "Disagreement of the reward models, mine" in html and "At the end: two/demo 1.7." in html
     assert "The runs differ in more than their seed" in html and "<td>finished: good</td>" in html
     assert "<strong>one/demo</strong>: No stage is bad." in html
 
@@ -374,7 +379,9 @@ def test_a_comparison_of_runs_that_have_only_started_and_the_names_of_runs(tmp_p
         begin(tmp_path / name / "sft", configs()["sft"])
     html = compare.of_runs([read_run(tmp_path / name) for name in ("one", "two")])
     assert "No run has made an update yet." in html and "Their configs have the same values." in html
-    assert "The runs differ only in their seed" in html
+    assert "The runs have the same settings, so the spread is noise" in html
+    begin(tmp_path / "two/sft", configs()["sft"] | {"seed": 1})
+    assert "The runs differ only in their seed, so" in compare.of_runs([read_run(tmp_path / n) for n in ("one", "two")])
     assert compare.short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert compare.short_names([Path("/x/a/demo"), Path("/x/b/demo")]) == ["a/demo", "b/demo"]
     assert compare.short_names([Path("/x/a"), Path("/x/a")]) == ["a (1)", "a (2)"]
