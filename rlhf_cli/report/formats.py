@@ -33,7 +33,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def bounds(interval: Sequence[float] | None) -> str:
+def interval_text(interval: Sequence[float] | None) -> str:
     """Return an interval of shares in percent: ` [58, 68]`; empty without one."""
     return f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]" if interval else ""
 
@@ -45,4 +45,4 @@ def count(n: int, word: str) -> str:
 
 def rated(rate: WinRate) -> str:
     """Return a win rate with its interval, if it has one: `52 % [46, 58]`."""
-    return percent(rate.value) + bounds(rate.ci95)
+    return percent(rate.value) + interval_text(rate.ci95)

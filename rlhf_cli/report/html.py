@@ -10,7 +10,8 @@ from rlhf_cli import __version__
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report.formats import number, percent, visible
 
-GENERATOR = "rlhf report"  # identifies our own pages: no other file is ever replaced
+# Identifies our own pages: no other file is ever replaced.
+GENERATOR_TAG = Markup('<meta name="generator" content="rlhf report">')
 WORDS = {
     "good": "good",
     "early": "too early to tell",
@@ -38,7 +39,7 @@ def render_template(template: str, **values: Any) -> str:
     script, style = (loader.get_source(environment, name)[0] for name in ("search.js", "style.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
-        generator=GENERATOR,
+        generator=GENERATOR_TAG,
         version=__version__,
         script=Markup(script),
         script_hash=f"sha256-{digest}",

@@ -87,6 +87,7 @@ def data_rows(stages: Iterable[Stage]) -> list[list[str]]:
 
 
 def _row_count(path: Path, sha256: str) -> str:
+    """Return the rows of a file with this hash, or that it has changed; empty if they cannot be counted."""
     with suppress(OSError):
         if not path.is_file():
             return ""
@@ -119,11 +120,10 @@ def model_rows(run: Run) -> list[list[str]]:
 
 def versions(stages: Iterable[Stage]) -> dict[str, str]:
     """Return {package: version}, with all versions if the stages differ."""
-    by_name: dict[str, list[str]] = defaultdict(list)
+    by_name: dict[str, dict[str, None]] = defaultdict(dict)  # each version once, in order
     for stage in stages:
         for name, version in stage.manifest.versions.items():
-            if version not in by_name[name]:
-                by_name[name].append(version)
+            by_name[name][version] = None
     return {name: " and ".join(each) for name, each in by_name.items()}
 
 
@@ -142,12 +142,14 @@ def phases(ppo: Stage) -> list[Phase]:
     measured = sum(seconds.values())
     if not measured:
         return []
+
     total = max(total_seconds(ppo), measured)
     seconds[REST] = total - measured
     return [Phase(name, about, duration(value), value / total) for (name, about), value in seconds.items()]
 
 
 def _total(ppo: Stage, key: str) -> float:
+    """Return the sum of a metric over all updates."""
     return sum(value for _, value in ppo.series(key))
 
 
@@ -171,6 +173,7 @@ def commands(run: Run) -> list[str]:
     if all(_matches_its_file(run, stage) for stage in present):
         return [f"rlhf run {place}"]
     local = [stage.name for stage in present if not stage.elsewhere]
+
     return [f"rlhf {name} --config {place}/{name}/config.yaml --fresh" for name in local]
 
 
@@ -183,6 +186,7 @@ def _matches_its_file(run: Run, stage: Stage) -> bool:
         now = flatten(load(stage.name, file).dump(relative_to=run.folder / stage.name))
     except RLHFError:
         return False
+
     used = flatten(stage.config or {})
     changed = {key for key, value in used.items() if now.get(key) != value}
     return all(key in AUTOMATIC and now.get(key) is None for key in changed)
@@ -224,10 +228,7 @@ def sample_groups(pairs: Sequence[ResponsePair]) -> list[tuple[str, list[Respons
     show("Largest gains of PPO", sorted(remaining, key=lambda pair: -pair.gain)[:SHOWN])
     worst = sorted(remaining, key=lambda pair: pair.gain)[:SHOWN]
     lost = [pair for pair in worst if pair.gain < 0]
-    if lost:
-        show("Largest losses of PPO", lost)
-    else:
-        show("Smallest gains of PPO", worst)
+    show("Largest losses of PPO" if lost else "Smallest gains of PPO", lost or worst)
     show("Median gain", sorted(remaining, key=lambda pair: abs(pair.gain - median))[:SHOWN])
     show("Largest changes", sorted(remaining, key=lambda pair: pair.change, reverse=True)[:SHOWN])
     return groups
@@ -274,13 +275,15 @@ def _strips(tokens: Any) -> Iterator[Strip]:
     texts = tokens.get("text") if isinstance(tokens, Mapping) else None
     if not isinstance(texts, list) or not texts:
         return
+
     for name, about in TOKEN_VALUES.items():
         values = tokens.get(name)
-        if isinstance(values, list) and len(values) == len(texts) and all(is_number(value) for value in values):
+        if isinstance(values, list) and len(values) == len(texts) and all(map(is_number, values)):
             yield _strip(name, about, texts, values)
 
 
 def _strip(name: str, about: str, texts: Sequence[Any], values: Sequence[float]) -> Strip:
+    """Return the tokens with their values, shaded by the largest."""
     top = max(abs(value) for value in values) or 1.0
     tokens = []
     for text, value in zip(texts, values, strict=True):

@@ -326,11 +326,11 @@ def test_results_have_mean_and_spread(tmp_path: Path) -> None:
     change(folders[2] / "eval/manifest.json", parents={})  # else it is out of date: its SFT is not finished
     rows = {title: cells for title, *cells in compare.results([read_run(folder) for folder in folders])}
     rates = ["60 % [54, 66]", "70 % [64, 76]", "90 % [84, 96]"]
-    assert rows["PPO over SFT, gold"] == [*rates, "73 %", "15 %", "3"]  # sqrt((0.1333^2 + 0.0333^2 + 0.1667^2) / 2)
-    assert rows["SFT, held-out loss"] == ["2", "5", "-", "3.5", "2.12", "2"]
-    assert compare.row("", [Result(2.0), Result(None)]) == ["", "2", "-", "2", "-", "1"]
+    assert rows["PPO over SFT, gold"] == [*rates, "73 %", "15 %", 3]  # sqrt((0.1333^2 + 0.0333^2 + 0.1667^2) / 2)
+    assert rows["SFT, held-out loss"] == ["2", "5", "-", "3.5", "2.12", 2]
+    assert compare.result_row("", [Result(2.0), Result()]) == ["", "2", "-", "2", "-", 1]
     assert rows["reward model, accuracy"][0] == "75 % [69, 80]" and rows["SFT, answers that end"][0] == "97 %"
-    assert rows["selected update"] == ["10", "10", "10", "", "", "3"], "a mean of updates is meaningless"
+    assert rows["selected update"] == ["10", "10", "10", "", "", 3], "a mean of updates is meaningless"
     assert rows["PPO, KL from SFT in nats"][0] == "12.3" and rows["PPO, seconds"][0] == "100"
     assert [formats.number(value) for value in (999.4, 1234, 9999.6)] == ["999", "1,234", "10,000"]
 
