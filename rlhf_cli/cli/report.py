@@ -26,4 +26,4 @@ def report(
 
     run_folders = folders or [only_run()]
     with system.translate_resource_errors(out or run_folders[0]):
-        show.run(run_folders, out, step)
+        show.write_page(run_folders, out, step)

@@ -36,6 +36,11 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LEARNING_RATE_FACTOR = 10
 
 
+def scaled_rate(rate: float, factor: float) -> float:
+    """Return a learning rate times a factor, without the last digits of binary fractions."""
+    return float(f"{rate * factor:g}")
+
+
 class Range(Section):
     """Integer that is sampled uniformly from min..max (inclusive) on each use."""
 
@@ -74,7 +79,7 @@ class TrainingConfig(Config):
         defaults = {"learning_rate": section.model_fields["learning_rate"].default}
         defaults |= cls.chosen_defaults(settings)
         rates = {
-            key: float(f"{LEARNING_RATE_FACTOR * rate:g}")
+            key: scaled_rate(rate, LEARNING_RATE_FACTOR)
             for key, rate in defaults.items()
             if key.endswith("learning_rate") and isinstance(rate, float)
         }

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from markupsafe import Markup, escape
 
+from rlhf_cli.report.formats import number, visible
 from rlhf_cli.report.rules import Band
-from rlhf_cli.report.tables import number, visible
 from rlhf_cli.runs.report import CalibrationBin
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ INK = "#010203"
 MUTED = "#010204"
 GRID = "#010205"
 BAND = "#010206"
-SERIES = ("#010211", "#010212", "#010213", "#010214", "#010215", "#010216")
+LINE_COLORS = ("#010211", "#010212", "#010213", "#010214", "#010215", "#010216")
 ALARM = "#010221"
 VARIABLES = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)", BAND: "var(--band)", ALARM: "var(--bad)"}
-VARIABLES |= {color: f"var(--line-{index})" for index, color in enumerate(SERIES, start=1)}
+VARIABLES |= {color: f"var(--line-{index})" for index, color in enumerate(LINE_COLORS, start=1)}
 STYLE = Path(__file__).with_name("charts.mplstyle")
 ID = re.compile(r' id="([^"]*)"')
 USED = re.compile(r'(?:href="#|url\(#)([^")]+)')
@@ -76,14 +76,16 @@ def render(
     style: Path | None = None,
     **options: Any,
 ) -> str:
-    """Return the SVG file of a drawing on a figure, without some metadata; default style: the user's settings."""
+    """Return the SVG file of a drawing on a figure, without some metadata, in matplotlib's default style or `style`."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs its search for fonts
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     settings = matplotlib.rc_params_from_file(style, use_default_template=False) if style else {}
     picture = io.StringIO()
-    with matplotlib.rc_context({**settings, "svg.hashsalt": "rlhf"}):  # equal figures are equal bytes
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # not the user's settings: equal figures are equal bytes
+        matplotlib.rcParams.update({**settings, "svg.hashsalt": "rlhf"})
         canvas = Canvas(figsize=size, layout="constrained")
         draw(canvas)
         canvas.savefig(picture, format="svg", metadata=dict.fromkeys(omitted), **options)
@@ -104,6 +106,7 @@ def _inline(svg: str, name: str, about: str) -> str:
     for color, variable in VARIABLES.items():
         body = body.replace(color, variable)
     body = re.sub(r"\n\s*", "\n", body).strip()
+
     return f'<svg class="figure" viewBox="{box[1]}" role="img" aria-label="{escape(about)}">\n{body}'
 
 
@@ -119,6 +122,7 @@ def _with_short_ids(body: str, name: str) -> str:
         while old in seen:  # two series may have the same name
             old += "-again"
         seen.add(old)
+
         return f' id="{name}-{old}"'
 
     return re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", ID.sub(rename, body))
@@ -147,7 +151,7 @@ def draw_curves(
     for index, (label, points) in enumerate(lines.items()):
         (line,) = axis.plot(
             *zip(*points, strict=True),
-            color=SERIES[index % len(SERIES)],
+            color=LINE_COLORS[index % len(LINE_COLORS)],
             marker="o" if len(points) == 1 else None,
             label=visible(label),
         )
@@ -167,6 +171,7 @@ def draw_curves(
 
 
 def _range_with_margin(values: Sequence[float]) -> tuple[float, float]:
+    """Return the visible range of values, which is not empty if they are equal."""
     low, high = min(values), max(values)
     margin = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
     return low - margin, high + margin
@@ -177,6 +182,7 @@ def _shade(band: Band, steps: list[float], visible_range: tuple[float, float], a
     low, high = visible_range
     bottom = [min(max(value, low), high) for value in band.low]
     top = [min(max(value, low), high) for value in band.high]
+
     if len(steps) == 1:
         steps = [steps[0] - 0.5, steps[0] + 0.5]
         bottom *= 2
@@ -196,8 +202,8 @@ class WinRateRow(NamedTuple):
         """Return the color of better, worse or undecided."""
         low, high = self.interval or (1.0, 1.0)
         if low > 0.5:
-            return SERIES[0]
-        return SERIES[1] if high < 0.5 else MUTED
+            return LINE_COLORS[0]
+        return LINE_COLORS[1] if high < 0.5 else MUTED
 
 
 def draw_win_rates(rows: Sequence[WinRateRow], axis: "Axes") -> None:
@@ -209,7 +215,8 @@ def draw_win_rates(rows: Sequence[WinRateRow], axis: "Axes") -> None:
         (dot,) = axis.plot([row.value], [y], "o", color=row.color, markersize=5)
         mark(dot, f"win-{row.label}")
 
-    axis.set_yticks(range(len(rows)), [visible(row.label) for row in rows], color=INK, fontsize=8)
+    labels = [visible(row.label) for row in rows]
+    axis.set_yticks(range(len(rows)), labels, color=INK, fontsize=8)
     axis.set(xlim=(-0.02, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="win rate with 95 % interval")
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axis.grid(visible=False, axis="y")
@@ -223,7 +230,7 @@ def draw_histograms(values: Mapping[str, Sequence[float]], x: str, axis: "Axes")
     spread = int(max(pooled) - min(pooled))
     bins: list[float] = np.histogram_bin_edges(pooled, bins=min(30, max(5, spread))).tolist()
     for index, (label, series) in enumerate(values.items()):
-        color = SERIES[index]
+        color = LINE_COLORS[index]
         _, _, filled = axis.hist(series, bins, histtype="stepfilled", alpha=0.35, color=color)
         axis.hist(series, bins, histtype="step", color=color, linewidth=1.4)
         (outline,) = cast("list[Polygon]", filled)
@@ -235,7 +242,7 @@ def draw_histograms(values: Mapping[str, Sequence[float]], x: str, axis: "Axes")
 
 def draw_bars(counts: Sequence[float], edges: Sequence[float], x: str, y: str, axis: "Axes") -> None:
     """Draw bars of equal width: below the first edge, between each two, and above the last."""
-    bars = axis.bar(range(len(counts)), counts, color=SERIES[0], width=0.85)
+    bars = axis.bar(range(len(counts)), counts, color=LINE_COLORS[0], width=0.85)
     for index, bar in enumerate(bars):
         mark(bar, f"bar-{index}")
     places = [index + 0.5 for index in range(len(edges))]
@@ -252,7 +259,7 @@ def draw_calibration(bins: Sequence[CalibrationBin], axis: "Axes") -> None:
     sizes = [10 + 60 * each.n / most for each in bins]
 
     axis.plot([0.5, 1], [0.5, 1], color=MUTED, linestyle="--", linewidth=1)
-    axis.plot(confidence, accuracy, color=SERIES[0], linewidth=1)
-    dots = axis.scatter(confidence, accuracy, sizes, color=SERIES[0])
+    axis.plot(confidence, accuracy, color=LINE_COLORS[0], linewidth=1)
+    dots = axis.scatter(confidence, accuracy, sizes, color=LINE_COLORS[0])
     mark(dots, "calibration")
     axis.set(xlim=(0.48, 1.02), ylim=(-0.05, 1.05), xlabel="confidence of the scores", ylabel="accuracy")

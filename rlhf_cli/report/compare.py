@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -11,9 +12,10 @@ from rlhf_cli.evaluation.report_text import pair_label
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report import diagnosis
 from rlhf_cli.report.charts import Figure, draw_curves, figure
-from rlhf_cli.report.page import WORDS, render_template
-from rlhf_cli.report.rules import RULES, Rule, Series
-from rlhf_cli.report.tables import bounds, number, percent, rated, stage_row, total_seconds
+from rlhf_cli.report.formats import interval_text, number, percent, rated
+from rlhf_cli.report.html import WORDS, render_template
+from rlhf_cli.report.rules import RULES, Series, metrics_of
+from rlhf_cli.report.tables import stage_row, total_seconds
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import PolicyScores, Report, WinRate
@@ -29,10 +31,9 @@ def of_runs(runs: list[Run]) -> str:
     badges = [diagnosis.badges(run) for run in runs]
     differences = between(runs)
 
-    conclusions: list[tuple[str, str]] = []
+    conclusions = [diagnosis.conclusion(run, found) for run, found in zip(runs, badges, strict=True)]
     notes: list[str] = []
-    for name, run, found in zip(names, runs, badges, strict=True):
-        conclusions.append((name, diagnosis.conclusion(run, found)))
+    for name, run in zip(names, runs, strict=True):
         notes += [f"{name}: {note}" for note in run.notes]
     return render_template(
         "compare.html.jinja",
@@ -41,10 +42,10 @@ def of_runs(runs: list[Run]) -> str:
         sections=SECTIONS,
         names=names,
         notes=notes,
-        conclusions=conclusions,
+        conclusions=list(zip(names, conclusions, strict=True)),
         win_rates=list(win_rate_differences(names, runs)),
-        only_seeds=all(key == "seed" for _, key, _ in differences),
-        results=[cells for cells in results(runs) if cells[-1] != "0"],
+        only_seeds={key for _, key, _ in differences} == {"seed"},
+        results=[row for row in results(runs) if row[-1]],  # known of some run
         curves=list(_curves(names, runs)),
         differences=[[stage, key, *values] for stage, key, values in differences],
         stages=_state_rows(runs, badges),
@@ -61,6 +62,7 @@ def short_names(folders: list[Path]) -> list[str]:
     unique = []
     for position, name in enumerate(names, start=1):
         unique.append(f"{name} ({position})" if names.count(name) > 1 else name)
+
     return unique
 
 
@@ -79,6 +81,7 @@ def _state_rows(runs: Sequence[Run], badges: Sequence[list[diagnosis.Badge]]) ->
 
 
 def _state(run: Run, badge: diagnosis.Badge) -> str:
+    """Return what ran of a badge's stage, with its grade unless that only says that it is open."""
     state = stage_row(run.stages[badge.stage]).state
     return state if badge.grade == "open" else f"{state}: {WORDS[badge.grade]}"
 
@@ -86,14 +89,17 @@ def _state(run: Run, badge: diagnosis.Badge) -> str:
 # Results
 
 
-class Result(NamedTuple):
-    """A result of a run, None if it is unknown, and its 95 % interval."""
+Row = list[str | int]
 
-    value: float | None
+
+class Result(NamedTuple):
+    """A result of a run, if it is known, and its 95 % interval."""
+
+    value: float | None = None
     interval: Sequence[float] | None = None
 
 
-def row(title: str, found: Sequence[Result], *, share: bool = False, averaged: bool = True) -> list[str]:
+def result_row(title: str, found: Sequence[Result], *, share: bool = False, averaged: bool = True) -> Row:
     """Return the title, each run's result with its 95 % interval, and mean, standard deviation over runs (n - 1) and n.
 
     A `share` is shown in percent; without `averaged`, the mean is omitted.
@@ -106,43 +112,40 @@ def row(title: str, found: Sequence[Result], *, share: bool = False, averaged: b
             cells.append("-")
         else:
             known.append(result.value)
-            cells.append(show(result.value) + bounds(result.interval))
+            cells.append(show(result.value) + interval_text(result.interval))
 
     mean = spread = ""
     if known and averaged:
         mean = show(fmean(known))
         spread = show(stdev(known)) if len(known) > 1 else "-"
-    return [title, *cells, mean, spread, str(len(known))]
+    return [title, *cells, mean, spread, len(known)]
 
 
-def results(runs: list[Run]) -> Iterator[list[str]]:
+def results(runs: list[Run]) -> Iterator[Row]:
     """Yield a row for each of the main results. Evaluations that are out of date are ignored."""
     reports = [run.outcome for run in runs]
-    yield from _training_rows(runs)
+    yield result_row("SFT, held-out loss", [_held_out_loss(run) for run in runs])
+    yield result_row("reward model, accuracy", [_accuracy(run) for run in runs], share=True)
     yield from _win_rate_rows(reports)
     yield from _policy_rows(reports)
     selected = [Result(report.selected_step if report else None) for report in reports]
-    yield row("selected update", selected, averaged=False)
-    yield row("PPO, final reward score in training", [_final_score(run) for run in runs])
-    yield row("PPO, seconds", [Result(total_seconds(run.stages["ppo"]) or None) for run in runs])
-
-
-def _training_rows(runs: Sequence[Run]) -> Iterator[list[str]]:
-    yield row("SFT, held-out loss", [_held_out_loss(run) for run in runs])
-    yield row("reward model, accuracy", [_accuracy(run) for run in runs], share=True)
+    yield result_row("selected update", selected, averaged=False)
+    yield result_row("PPO, final reward score in training", [_final_score(run) for run in runs])
+    yield result_row("PPO, seconds", [Result(total_seconds(run.stages["ppo"]) or None) for run in runs])
 
 
 def _held_out_loss(run: Run) -> Result:
+    """Return the loss of SFT over all held-out tokens."""
     loss = run.stages["sft"].manifest.known_metrics.eval_loss
     return Result(loss if is_number(loss) else None)
 
 
 def _accuracy(run: Run) -> Result:
     result = run.stages["reward"].manifest.reward_model
-    return Result(result.accuracy, result.accuracy_ci95) if result else Result(None)
+    return Result(result.accuracy, result.accuracy_ci95) if result else Result()
 
 
-def _win_rate_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
+def _win_rate_rows(reports: Sequence[Report | None]) -> Iterator[Row]:
     """Yield a plain and a length-controlled row for each comparison and judge."""
     sections = [report.win_rate if report else {} for report in reports]
     compared: list[tuple[str, str]] = []
@@ -153,31 +156,31 @@ def _win_rate_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
     for pair, judge in dict.fromkeys(compared):
         found = [section.get(pair, {}).get(judge) for section in sections]
         title = f"{pair_label(pair)}, {judge}"
-        yield row(title, [_plain(rate) for rate in found], share=True)
-        yield row(f"{title}, length-controlled", [_controlled(rate) for rate in found], share=True)
+        yield result_row(title, [_plain(rate) for rate in found], share=True)
+        yield result_row(f"{title}, length-controlled", [_controlled(rate) for rate in found], share=True)
 
 
 def _plain(rate: WinRate | None) -> Result:
-    return Result(rate.value, rate.ci95) if rate else Result(None)
+    return Result(rate.value, rate.ci95) if rate else Result()
 
 
 def _controlled(rate: WinRate | None) -> Result:
-    return Result(rate.length_controlled, rate.length_controlled_ci95) if rate else Result(None)
+    return Result(rate.length_controlled, rate.length_controlled_ci95) if rate else Result()
 
 
-def _policy_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
+def _policy_rows(reports: Sequence[Report | None]) -> Iterator[Row]:
     """Yield the means of PPO by each judge, and KL, lengths and ends of the answers."""
     ppo = [report.models.get("ppo") if report else None for report in reports]
     sft = [report.models.get("sft") if report else None for report in reports]
 
     for judge in dict.fromkeys(judge for scores in ppo if scores for judge in scores.judges):
-        yield row(f"PPO, mean of {judge}, held-out prompts", [_mean_by(judge, scores) for scores in ppo])
+        yield result_row(f"PPO, mean of {judge}, held-out prompts", [_mean_by(judge, scores) for scores in ppo])
 
-    yield row("PPO, KL from SFT in nats", _of_each(ppo, "kl"))
-    yield row("PPO, tokens per answer", _of_each(ppo, "response_length_mean"))
-    yield row("SFT, tokens per answer", _of_each(sft, "response_length_mean"))
-    yield row("PPO, answers that end", _of_each(ppo, "eos_fraction"), share=True)
-    yield row("SFT, answers that end", _of_each(sft, "eos_fraction"), share=True)
+    yield result_row("PPO, KL from SFT in nats", _of_each(ppo, "kl"))
+    yield result_row("PPO, tokens per answer", _of_each(ppo, "response_length_mean"))
+    yield result_row("SFT, tokens per answer", _of_each(sft, "response_length_mean"))
+    yield result_row("PPO, answers that end", _of_each(ppo, "eos_fraction"), share=True)
+    yield result_row("SFT, answers that end", _of_each(sft, "eos_fraction"), share=True)
 
 
 def _of_each(policies: Sequence[PolicyScores | None], name: str) -> list[Result]:
@@ -191,8 +194,9 @@ def _mean_by(judge: str, scores: PolicyScores | None) -> Result:
 
 
 def _final_score(run: Run) -> Result:
-    scores = [value for _, value in run.stages["ppo"].series("objective/scores")]
-    return Result(fmean(last_quarter(scores)) if scores else None)
+    """Return the mean score of PPO's last updates."""
+    scores = run.stages["ppo"].series("objective/scores")
+    return Result(_end(scores) if scores else None)
 
 
 # Win rates against one another
@@ -223,6 +227,7 @@ def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
 
 
 def _rated_runs(judge: str, names: Sequence[str], runs: Sequence[Run]) -> Iterator[RatedRun]:
+    """Yield the runs that have a win rate with an interval."""
     for name, run in zip(names, runs, strict=True):
         rate = run.rates.get(judge)
         if rate and rate.ci95 and rate.n is not None:
@@ -234,9 +239,11 @@ def _difference(judge: str, rated_runs: Sequence[RatedRun]) -> str:
     low, *_, high = sorted(rated_runs, key=lambda each: each.rate.value)
     z = bonferroni_z(math.comb(len(rated_runs), 2))
     gap, _ = wilson_difference((high.rate.value, high.n), (low.rate.value, low.n), z)
+
     result = "are not distinguishable: the interval of their difference includes 0"
     if gap > 0:
         result = "differ by more than chance in the prompts; another seed may move both"
+
     return f"By {judge} {high.name} ({rated(high.rate)}) and {low.name} ({rated(low.rate)}) {result}."
 
 
@@ -255,23 +262,25 @@ def _judge_model(run: Run, judge: str) -> str:
 
 def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
     """Yield the curves of each metric that is not constant."""
+    stages = [run.stages["ppo"] for run in runs]
     for rule in RULES:
-        lines: dict[str, Series] = {}
-        values = set[float]()
-        for name, run in zip(names, runs, strict=True):
-            points = run.stages["ppo"].series(rule.key)
-            if points:
-                lines[name] = points
-                values.update(value for _, value in points)
-        if len(values) > 1:
-            yield _curve(rule, lines)
+        titles: dict[str, str] = {}
+        for stage in stages:
+            titles.update(metrics_of(rule, stage))
+
+        for key, title in titles.items():
+            lines = {name: stage.series(key) for name, stage in zip(names, stages, strict=True)}
+            values = {value for _, value in chain.from_iterable(lines.values())}
+            if len(values) > 1:
+                yield _curve(key, title, rule.unit, {name: points for name, points in lines.items() if points})
 
 
-def _curve(rule: Rule, lines: Mapping[str, Series]) -> Figure:
+def _curve(key: str, title: str, unit: str, lines: Mapping[str, Series]) -> Figure:
     ends = "; ".join(f"{name} {number(_end(points))}" for name, points in lines.items())
-    draw = partial(draw_curves, lines, unit=rule.unit)
-    return figure(f"ppo-{rule.key}", rule.title, f"At the end: {ends}.", draw, key=rule.key)
+    draw = partial(draw_curves, lines, unit=unit)
+    return figure(f"ppo-{key}", title, f"At the end: {ends}.", draw, key=key)
 
 
 def _end(points: Series) -> float:
+    """Return the mean of the last quarter."""
     return fmean(last_quarter([value for _, value in points]))

@@ -20,8 +20,9 @@ from rlhf_cli.evaluation.report_text import (
 from rlhf_cli.evaluation.reward_model import mean_confidence
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.jsonl import is_number
+from rlhf_cli.report.formats import count, interval_text, number, percent
 from rlhf_cli.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
-from rlhf_cli.report.tables import ABSENT, bounds, count, number, percent
+from rlhf_cli.report.tables import ABSENT
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import Report, RewardModelCard, WinRates
 from rlhf_cli.statistics import FEWEST, gained, noise, rose_again, wilson, with_interval
@@ -29,11 +30,12 @@ from rlhf_cli.statistics import FEWEST, gained, noise, rose_again, wilson, with_
 # early: too few updates; stale: out of date; open: absent, or not finished
 Grade = Literal["good", "early", "stale", "look", "bad", "open"]
 # Limits of docs/evaluation.md, "Badges", and docs/tuning.md (TRIVIAL).
-CHANCE = 0.5
+CHANCE = 0.5  # accuracy of guessing
 TRIVIAL = 0.95  # accuracy above which the pairs may differ in something trivial
 OVERFIT = 1.05  # times the lowest held-out loss
 MEMORIZED = 2.0  # times the training loss
 ENDED = 0.9
+MOSTLY_ENDED = 0.5
 REPEATED: float = WatchdogSettings.model_fields["repetition"].default
 
 
@@ -45,6 +47,7 @@ class Finding:
     text: str
     advice: str = ""
     name: str = ""
+    key: str = ""  # its table in findings.toml
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
@@ -52,14 +55,14 @@ _TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encod
 
 def _finding(key: str, **values: Any) -> Finding:
     """Return the finding of a table of findings.toml."""
-    return Finding(**{name: text.format(**values) for name, text in _TABLE[key].items()})
+    return Finding(key=key, **{name: text.format(**values) for name, text in _TABLE[key].items()})
 
 
 def findings(run: Run, stage: str) -> list[Finding]:
     """Return the findings on a stage, the most severe first."""
-    rules = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo, "eval": _evaluation}
-    found = [*_of_the_folder(run.stages[stage]), *rules[stage](run)]
-    return sorted(found, key=lambda finding: -SEVERITY.index(finding.grade))
+    checks = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo, "eval": _evaluation}
+    of_stage = [*_of_the_folder(run.stages[stage]), *checks[stage](run)]
+    return sorted(of_stage, key=lambda finding: -SEVERITY.index(finding.grade))
 
 
 def _of_the_folder(stage: Stage) -> Iterator[Finding]:
@@ -74,9 +77,10 @@ def _of_the_folder(stage: Stage) -> Iterator[Finding]:
 
 
 def _sft(run: Run) -> Iterator[Finding]:
+    """Yield the findings on the losses, on answers that end, and on repetition."""
     losses = list(_losses(run.stages["sft"]))
     yield from losses
-    is_overfit = any(finding.grade == "look" and key_changes(finding.advice) for finding in losses)
+    is_overfit = any(finding.key in ("held_out_loss_rose", "memorized") for finding in losses)
     yield from _ended(run, overfit=is_overfit)
 
     repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]
@@ -90,12 +94,13 @@ def _dpo(run: Run) -> Iterator[Finding]:
 
 
 def _losses(stage: Stage) -> Iterator[Finding]:
+    """Yield whether the training loss falls, and whether the held-out loss follows it."""
     loss = [value for _, value in stage.series("loss")]
     held_out = [value for _, value in stage.series("eval_loss")]
     if len(loss) >= FEWEST:
-        gain, chance = gained(loss)
-        if gain > -chance:
-            key = "loss_rose" if gain > chance else "loss_flat"
+        rise, chance = gained(loss)
+        if rise > -chance:
+            key = "loss_rose" if rise > chance else "loss_flat"
             yield _finding(key, first=number(loss[0]), last=number(loss[-1]), stage=stage.name)
 
     if len(held_out) >= FEWEST and held_out[-1] > OVERFIT * min(held_out) and rose_again(held_out):
@@ -118,6 +123,7 @@ def _memorized(stage: Stage, training: float, held_out: Sequence[float]) -> Find
     key = "memorized_while_falling" if is_falling else "memorized"
     if theirs <= MEMORIZED * training:
         key = "losses_close"
+
     return _finding(
         key,
         held_out=number(theirs),
@@ -128,6 +134,7 @@ def _memorized(stage: Stage, training: float, held_out: Sequence[float]) -> Find
 
 
 def _duration_key(stage: Stage) -> str:
+    """Return the key that decides how long a stage trains."""
     steps = f"{stage.name}.max_steps"
     return steps if stage.setting(steps) else f"{stage.name}.num_train_epochs"
 
@@ -140,9 +147,9 @@ def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
         return
 
     low, high = wilson(sft.eos_fraction * report.n, report.n)
-    values = {
+    values: dict[str, Any] = {
         "n": report.n,
-        "share": percent(sft.eos_fraction) + bounds((low, high)),
+        "share": percent(sft.eos_fraction) + interval_text((low, high)),
         "limit": percent(ENDED),
         "at": "" if report.response_length is None else f" at {report.response_length} tokens",
         "duration": _duration_key(run.stages["sft"]),
@@ -151,11 +158,13 @@ def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
         yield _finding("answers_end", **values)
         return
 
-    found = _finding("answers_cut_off", **values)
+    key = "answers_cut_off"
     greedy = report.greedy.models.get("sft") if report.greedy else None
     if greedy and not overfit and wilson(greedy.eos_fraction * report.n, report.n)[0] >= ENDED:
-        found = _finding("undertrained", **values, greedy=percent(greedy.eos_fraction))
-    yield replace(found, grade="bad") if high < CHANCE else found
+        key = "undertrained"
+        values["greedy"] = percent(greedy.eos_fraction)
+    finding = _finding(key, **values)
+    yield replace(finding, grade="bad") if high < MOSTLY_ENDED else finding
 
 
 # Reward model
@@ -181,10 +190,12 @@ def reward_hacking(run: Run) -> RewardHacking | None:
     if significance(rates["reward"]) != "better" or significance(rates[judge]) != "worse":
         return None
     is_unhealthy = any(finding.grade in ILL for finding in _ppo_log(run))
+
     return RewardHacking(judge, "ppo" if is_unhealthy or not run.stages["reward"].there else "reward")
 
 
 def _reward(run: Run) -> Iterator[Finding]:
+    """Yield reward hacking that it caused, and the findings on the losses, the accuracy and the report card."""
     stage = run.stages["reward"]
     hacking = reward_hacking(run)
     if hacking and hacking.cause == "reward":
@@ -199,7 +210,7 @@ def _reward(run: Run) -> Iterator[Finding]:
             key = "chance"
         elif low > TRIVIAL:
             key = "trivial"
-        yield _finding(key, accuracy=percent(result.accuracy) + bounds(result.accuracy_ci95))
+        yield _finding(key, accuracy=percent(result.accuracy) + interval_text(result.accuracy_ci95))
     if isinstance(result, RewardModelCard):
         yield from _flags(stage, result)
 
@@ -212,6 +223,7 @@ def _flags(stage: Stage, card: RewardModelCard) -> Iterator[Finding]:
         if flag.code == "R11":
             probe, found, _ = flag.text.partition(" scores above")
             rejected.append(f"pairs in which {probe if found else 'such an answer'} is rejected")
+
     exploit = "it" if len(rejected) == 1 else "each of them"
     advice = {
         "R10": "set ppo.overlong_penalty; add pairs in which the shorter answer is the chosen one",
@@ -223,12 +235,14 @@ def _flags(stage: Stage, card: RewardModelCard) -> Iterator[Finding]:
 
 
 def _recalibrate(stage: Stage, card: RewardModelCard) -> str:
+    """Return the advice on scores that imply a higher or lower accuracy than there is."""
     confidence = mean_confidence(card)
     low, high = card.accuracy_ci95 or (0.0, 1.0)
     if confidence > high:
         return f"lower {_duration_key(stage)} or reward.learning_rate"
     if confidence < low:
         return f"raise {_duration_key(stage)}; more pairs help as well"
+
     return "add more pairs"
 
 
@@ -236,6 +250,7 @@ def _recalibrate(stage: Stage, card: RewardModelCard) -> str:
 
 
 def _ppo(run: Run) -> Iterator[Finding]:
+    """Yield reward hacking that it caused, and the findings on its log."""
     hacking = reward_hacking(run)
     if hacking and hacking.cause == "ppo":
         yield _finding("over_optimized", judge=hacking.judge)
@@ -254,9 +269,8 @@ def _ppo_log(run: Run) -> Iterator[Finding]:
         yield _finding("alarms", times=count(len(run.firings), "time"), signals=", ".join(signals), since=since)
 
     for reading in by_cause(readings(stage)):
-        if reading.verdict == "look" or reading.verdict == "bad":
-            _, _, judged = reading.sentence.partition(". ")  # without its course
-            judged = judged.rstrip(".").replace(". ", "; ")
+        if reading.verdict == "look" or reading.verdict == "bad":  # ILL, for mypy
+            judged = reading.judged.rstrip(".").replace(". ", "; ")
             yield Finding(reading.verdict, f"{reading.title}: {judged}", reading.advice, reading.title)
 
     if 0 < len(stage.metrics) < FEWEST:
@@ -264,6 +278,7 @@ def _ppo_log(run: Run) -> Iterator[Finding]:
 
 
 def _evaluation(run: Run) -> Iterator[Finding]:
+    """Yield who wins; a win by the reward that PPO was trained on alone is not good."""
     if run.outcome and run.rates:
         judge = deciding_judge(run.rates)
         result: str = significance(run.rates[judge])
@@ -282,8 +297,14 @@ class Badge:
 
     stage: str
     grade: Grade
-    reasons: tuple[str, ...]
-    todo: str = ""
+    findings: tuple[str, ...] = ()
+    advice: str = ""
+    progress: str = ""  # of a stage that is not finished
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Return what the page shows: the progress and the findings."""
+        return (self.progress, *self.findings) if self.progress else self.findings
 
 
 def badges(run: Run) -> list[Badge]:
@@ -292,66 +313,67 @@ def badges(run: Run) -> list[Badge]:
 
 
 def _badge(stage: Stage, found: list[Finding]) -> Badge:
+    """Return the badge of a stage; its grade is that of its most severe finding, but open while it runs well."""
     if not stage.there:
-        return Badge(stage.name, "open", (ABSENT,))
-    grade: Grade = found[0].grade if found else "good"
-    reasons = tuple(finding.text for finding in found)
-    todo = with_values(_first_advice(found), stage.config)
-    if stage.state != "begun":
-        return Badge(stage.name, grade, reasons, todo)
+        return Badge(stage.name, "open", progress=ABSENT)
 
-    progress = "not finished"
-    if stage.metrics:
-        last = max(row["step"] for row in stage.metrics)
-        progress += f": {count(last, 'step')} so far"
-    return Badge(stage.name, grade if grade in ILL else "open", (progress, *reasons), todo)
+    grade: Grade = found[0].grade if found else "good"
+    progress = ""
+    if stage.state == "begun":
+        progress = "not finished"
+        if stage.metrics:
+            last = max(row["step"] for row in stage.metrics)
+            progress += f": {count(last, 'step')} so far"
+        if grade not in ILL:
+            grade = "open"
+    texts = tuple(finding.text for finding in found)
+    return Badge(stage.name, grade, texts, with_values(_first_advice(found), stage.config), progress)
 
 
 def _first_advice(found: Sequence[Finding]) -> str:
     """Return one advice, as it may remove the cause of the others: on config keys before files to read."""
     ill = [(finding.name, finding.advice) for finding in found if finding.grade in ILL]
     advices = [advice for advice in reconcile(ill) if advice]
-    if not advices:
-        return ""
-    return next(filter(key_changes, advices), advices[0])
+    with_keys = [advice for advice in advices if key_changes(advice)]
+    return next(iter(with_keys + advices), "")
 
 
-def conclusion(run: Run, found: Sequence[Badge]) -> str:
+def conclusion(run: Run, stage_badges: Sequence[Badge]) -> str:
     """Return the stage to fix first, and a sentence for each stage that is out of date."""
-    sentences = [_fix_first(run, found)]
+    sentences = [_fix_first(run, stage_badges)]
     for stage in run.stages.values():
         if stage.outdated:
             sentences.append(f"Out of date: {stage.name}, made from {', and from '.join(stage.outdated)}.")
     return " ".join(sentences)
 
 
-def _fix_first(run: Run, found: Sequence[Badge]) -> str:
+def _fix_first(run: Run, stage_badges: Sequence[Badge]) -> str:
     hacking = reward_hacking(run)
     if hacking:
         how = "over-optimized its reward" if hacking.cause == "ppo" else "exploited errors of the reward model"
         lost = f"PPO raised the reward and lost by {hacking.judge}"
         return f"{lost}: it {how}. Stage to fix first: {hacking.cause}."
 
-    first = by_priority(run, found)[0]
+    first = by_priority(run, stage_badges)[0]
     if first.grade == "bad" and first.stage == "eval":
         return "The training stages look healthy, but the outcome is bad: check the samples and the reward model."
     if first.grade in ILL:
         if first.grade == "bad":
             lead = "Stage to fix first"
-        elif found[-1].grade == "bad":
+        elif stage_badges[-1].grade == "bad":  # the evaluation's
             lead = "The outcome is bad, but no training stage is. Worth a look first"
         else:
             lead = "No stage is bad. Worth a look first"
-        why = next(reason for reason in first.reasons if not reason.startswith("not finished"))
+        why = first.findings[0]
         return f"{lead}: {first.stage}. {why[:1].upper()}{why[1:]}."
 
-    grades = {badge.grade: badge.stage for badge in reversed(found)}
+    grades = {badge.grade: badge.stage for badge in reversed(stage_badges)}  # the first stage of each
     if "early" in grades:
         return f"No stage is bad so far; too early to tell for {grades['early']}."
     return "No results yet." if grades.keys() == {"open"} else "No stage is bad."
 
 
-def by_priority(run: Run, found: Sequence[Badge]) -> list[Badge]:
+def by_priority(run: Run, stage_badges: Sequence[Badge]) -> list[Badge]:
     """Return the badges in the order in which to fix their stages.
 
     The cause of reward hacking is first. Then bad stages come before those worth a look, earlier ones first, since the
@@ -363,7 +385,7 @@ def by_priority(run: Run, found: Sequence[Badge]) -> list[Badge]:
     def priority(badge: Badge) -> tuple[bool, bool, bool, bool]:
         return badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"
 
-    return sorted(found, key=priority)
+    return sorted(stage_badges, key=priority)
 
 
 # The result
@@ -396,6 +418,7 @@ def _length_sentence(report: Report) -> Iterator[str]:
     ppo, sft = report.models.get("ppo"), report.models.get("sft")
     if ppo is None or sft is None:
         return
+
     rate = report.ppo_over_sft[deciding_judge(report.ppo_over_sft)]
     controlled = ""
     if rate.length_controlled is not None:
@@ -409,6 +432,7 @@ def _best_of_sentence(report: Report, rates: WinRates) -> Iterator[str]:
     """Yield PPO's win rate over the largest best of n."""
     if not report.best_of or not rates:
         return
+
     largest = report.best_of[-1]
     rate = (largest.ppo_win_rate or {}).get(deciding_judge(rates))
     if rate:
@@ -420,6 +444,7 @@ def _selection_sentence(report: Report, kl_max: float | None) -> Iterator[str]:
     """Yield the selected policy, or why there is none."""
     selected = report.selected
     point = report.selected_point
+
     if selected and point:
         last = max(report.frontier or [], key=lambda each: (each.step, each.kl))
         if kl_max and last.kl > kl_max:

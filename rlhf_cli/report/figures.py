@@ -1,17 +1,19 @@
 """The figures of a run: which data each one shows, and the sentence below it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from rlhf_cli.evaluation import report_text
-from rlhf_cli.evaluation.sample_pairs import response_pairs
+from rlhf_cli.evaluation.sample_pairs import ResponsePair
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report import charts
 from rlhf_cli.report.charts import Figure, WinRateRow, figure
+from rlhf_cli.report.formats import number, percent
 from rlhf_cli.report.frontier import ON_PAGE, draw_panel
 from rlhf_cli.report.rules import ILL, Reading, Series, by_cause, readings, with_values
-from rlhf_cli.report.tables import number, percent
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import FrontierPoint, PolicyScores, Report, RewardModelCard
 
@@ -81,6 +83,7 @@ def ppo(run: Run) -> list[Figure]:
     ill = [reading for reading in by_cause(found) if reading.verdict in ILL]
     others = [reading for reading in found if reading not in ill]
     cards = [_metric_card(reading, stage, alarms) for reading in ill + others]
+
     return sorted(cards, key=lambda card: card.markup is None and card.verdict not in ILL)
 
 
@@ -94,21 +97,17 @@ def _first_alarms(firings: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def _metric_card(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure:
     """Return the card of a metric, without a drawing if it is constant."""
-    markup = None
+    card = Figure(reading.title, reading.sentence, markup=None)
     if len({value for _, value in reading.points}) > 1:
         lines = {reading.title: reading.points}
-        if reading.key == "objective/scores" and (penalized := stage.series("objective/rlhf_reward")):
+        penalized = stage.series("objective/rlhf_reward")
+        if reading.key == "objective/scores" and penalized:
             lines = {"score": reading.points, "minus the KL penalty": penalized}
         draw = partial(charts.draw_curves, lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
-        markup = figure(f"ppo-{reading.key}", reading.title, reading.sentence, draw).markup
-    return Figure(
-        title=reading.title,
-        sentence=reading.sentence,
-        markup=markup,
-        verdict=reading.verdict,
-        advice=with_values(reading.advice, stage.config),
-        key=reading.key,
-    )
+        card = figure(f"ppo-{reading.key}", reading.title, reading.sentence, draw)
+    advice = with_values(reading.advice, stage.config)
+
+    return replace(card, verdict=reading.verdict, advice=advice, key=reading.key)
 
 
 # Evaluation
@@ -122,7 +121,7 @@ def report_card(card: RewardModelCard) -> list[Figure]:
     )
     edges = card.margin_histogram.edges
     counts = card.margin_histogram.counts
-    below_zero = sum(counts[: 1 + edges.index(0.0)])
+    below_zero = sum(counts[: 1 + edges.index(0.0)])  # counts[0] is below the first edge
     margins = (
         "The margin is the score of the chosen answer minus that of the rejected one. "
         f"{below_zero} of {card.n} are below 0: the rejected answer scores higher."
@@ -145,6 +144,7 @@ def frontiers(report: Report) -> list[Figure]:
         parts = [f"{part[:1].upper()}{part[1:]}." for part in _frontier_sentences(report, judge)]
         draw = partial(draw_panel, judge, report, ON_PAGE, legend=True)
         found.append(figure(f"frontier-{index}", f"By {judge}", " ".join(parts), draw, size=(4.8, 3.2)))
+
     return found
 
 
@@ -152,8 +152,9 @@ def _frontier_sentences(report: Report, judge: str) -> Iterator[str]:
     """Yield what a judge's panel shows."""
     points = report.frontier or []
     others = report_text.other_points(report)
+
     if points:
-        yield _course(judge, points)
+        yield _frontier_course(judge, points)
     else:
         others = report_text.ppo_points(report) + others
     if others:
@@ -167,7 +168,7 @@ def _score_at_kl(scores: PolicyScores, judge: str) -> str:
     return f"{number(scores.judges[judge].mean)} at {number(scores.kl)} nats"
 
 
-def _course(judge: str, points: Sequence[FrontierPoint]) -> str:
+def _frontier_course(judge: str, points: Sequence[FrontierPoint]) -> str:
     """Return the highest and the last score of PPO's snapshots as text."""
     best = max(points, key=lambda point: point.judges[judge].mean)
     end = points[-1]
@@ -175,6 +176,7 @@ def _course(judge: str, points: Sequence[FrontierPoint]) -> str:
     tied = end.judges[judge].within_noise  # evaluations of older versions lack it
     if end is not best and tied is not None:
         sentence += ", within noise of it" if tied else ", worse by more than noise"
+
     return sentence
 
 
@@ -188,18 +190,19 @@ def wins(report: Report) -> Figure | None:
         return None
     about = "; ".join(f"{row.label}: {percent(row.value)}" for row in rows)
     height = 0.7 + 0.25 * len(rows)
+
     return figure("win-rates", "Win rates", "", partial(charts.draw_win_rates, rows), size=(4.8, height), about=about)
 
 
-def lengths(answers: Sequence[Mapping[str, Any]]) -> Figure | None:
+def lengths(pairs: Sequence[ResponsePair]) -> Figure | None:
     """Return the histogram of the lengths of both policies' answers."""
-    pairs = response_pairs(answers)
     if not pairs:
         return None
     tokens = {
         "SFT": [pair.sft["length"] for pair in pairs],
         "PPO": [pair.ppo["length"] for pair in pairs],
     }
-    means = ", ".join(f"{name} {number(sum(each) / len(each))}" for name, each in tokens.items())
+    means = ", ".join(f"{name} {number(fmean(each))}" for name, each in tokens.items())
     draw = partial(charts.draw_histograms, tokens, "tokens per answer")
+
     return figure("lengths", "Answer lengths", f"Mean tokens per answer: {means}.", draw)

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_cli.evaluation.report_text import other_policies, ppo_points
 from rlhf_cli.files import write_text
-from rlhf_cli.report.charts import INK, SERIES, mark, render
-from rlhf_cli.report.tables import visible
-from rlhf_cli.runs.report import LimitPoint, PolicyScores, Report
+from rlhf_cli.report.charts import INK, LINE_COLORS, mark, render
+from rlhf_cli.report.formats import visible
+from rlhf_cli.runs.report import KLLimit, LimitPoint, PolicyScores, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +29,14 @@ class Colors(NamedTuple):
     limit: str
 
 
-ON_PAGE = Colors(SERIES[0], SERIES[1], ring=INK, between=SERIES[2], other=SERIES[3], limit=SERIES[5])
+ON_PAGE = Colors(
+    ppo=LINE_COLORS[0],
+    best_of_n=LINE_COLORS[1],
+    ring=INK,
+    between=LINE_COLORS[2],
+    other=LINE_COLORS[3],
+    limit=LINE_COLORS[5],
+)
 IN_FILE = Colors("#1f5fa8", "#d1660a", ring="black", between="#2e7d4f", other="#8a4fa3", limit="#b8155c")
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000)
 
@@ -54,8 +63,7 @@ class Panel(NamedTuple):
     @property
     def end(self) -> float:
         """Return the KL at the right end of the panel."""
-        points = self.ppo + self.best_of_n + self.between + self.others + self.limit
-        return 1.07 * (max(point.kl for point in points) or 1.0)
+        return 1.07 * (max(point.kl for point in chain(*self)) or 1.0)  # room for the last label
 
 
 # The points of a panel
@@ -63,60 +71,51 @@ class Panel(NamedTuple):
 
 def panel_of(judge: str, report: Report) -> Panel:
     """Return the points of a judge's panel. In that of the reward all are by the limit's score if there is one."""
-    if judge == "reward" and report.limit:
-        return _panel_by_limit(report)
+    limit = report.limit if judge == "reward" else None
+    if limit:
+        point = partial(_by_limit, limit)
+        best_of = [_on_limit(each) for each in limit.best_of]
+    else:
+        point = partial(_by_judge, judge)
+        best_of = [point(each, "sft") for each in report.best_of or []]
 
     models = report.models
-    start = _by_judge(models["sft"], judge)
-    between = [_by_judge(each, judge, f"{each.share:g}") for each in report.interpolated or []]
+    start = point(models["sft"], "sft")
+    between = [point(each, f"interpolated_{each.share:g}", f"{each.share:g}") for each in report.interpolated or []]
     return Panel(
-        ppo=[start, *(_by_judge(each.scores, judge) for each in ppo_points(report))],
-        best_of_n=[start, *(_by_judge(each, judge) for each in report.best_of or [])],
-        between=[start, *between, _by_judge(models["ppo"], judge)] if between else [],
-        others=[_by_judge(models[name], judge, name) for name in other_policies(report)],
-        limit=[],
+        ppo=[start, *(point(each.scores, "ppo") for each in ppo_points(report))],
+        best_of_n=[start, *best_of],
+        between=[start, *between, point(models["ppo"], "ppo")] if between else [],
+        others=[point(models[name], name, name) for name in other_policies(report)],
+        limit=[_on_limit(each) for each in limit.points] if limit else [],
     )
 
 
-def _by_judge(scores: PolicyScores, judge: str, label: str = "") -> Point:
+def _by_judge(judge: str, scores: PolicyScores, _name: str, label: str = "") -> Point:
+    """Return a policy's mean score by a judge."""
     mean = scores.judges[judge]
     interval = mean.ci95 or [mean.mean, mean.mean]  # all answers have the same score
     return Point(_shown_kl(scores), mean.mean, interval, label=label, step=scores.step)
 
 
-def _shown_kl(scores: PolicyScores) -> float:
-    kl = scores.kl if scores.kl_bound is None else scores.kl_bound
-    return max(0.0, kl or 0.0)  # estimates may be below 0
-
-
-def _panel_by_limit(report: Report) -> Panel:
-    """Return the points of a panel with their scores as the limit counts them."""
-    assert report.limit
-    models = report.models
-    limit = report.limit
-    by_step = {point.step: point for point in limit.policies.values() if point.step is not None}
-
-    def by_limit(scores: PolicyScores, name: str, label: str = "") -> Point:
-        point = limit.policies[name] if scores.step is None else by_step[scores.step]
-        return Point(_shown_kl(scores), point.score, point.score_ci95, label=label, step=point.step)
-
-    sft = limit.points[0]
-    start = Point(_shown_kl(models["sft"]), sft.score, sft.score_ci95)
-    between = []
-    for each in report.interpolated or []:
-        share = f"{each.share:g}"
-        between.append(by_limit(each, f"interpolated_{share}", share))
-    return Panel(
-        ppo=[start, *(by_limit(each.scores, "ppo") for each in ppo_points(report))],
-        best_of_n=[start, *(_on_limit(point) for point in limit.best_of)],
-        between=[start, *between, by_limit(models["ppo"], "ppo")] if between else [],
-        others=[by_limit(models[name], name, name) for name in other_policies(report)],
-        limit=[_on_limit(point) for point in limit.points],
-    )
+def _by_limit(limit: KLLimit, scores: PolicyScores, name: str, label: str = "") -> Point:
+    """Return a policy's score as the limit counts it: by its name, or the step of a snapshot."""
+    if name == "sft":
+        point = limit.points[0]
+    elif scores.step is None:
+        point = limit.policies[name]
+    else:
+        point = next(each for each in limit.policies.values() if each.step == scores.step)
+    return Point(_shown_kl(scores), point.score, point.score_ci95, label=label, step=point.step)
 
 
 def _on_limit(point: LimitPoint) -> Point:
     return Point(max(0.0, point.kl), point.score, point.score_ci95)
+
+
+def _shown_kl(scores: PolicyScores) -> float:
+    kl = scores.kl if scores.kl_bound is None else scores.kl_bound
+    return max(0.0, kl or 0.0)  # estimates may be below 0
 
 
 # Drawings
@@ -163,6 +162,7 @@ def _draw_points(axis: "Axes", points: Sequence[Point], style: str, *, color: st
         color=color,
     )
     mark(dots, label)
+
     for point in points:
         if point.label:
             axis.annotate(
@@ -195,6 +195,7 @@ def _draw_ring(axis: "Axes", ppo: Sequence[Point], selected_step: int | None, co
 
 
 def _scale_by_square_root(axis: "Axes", end: float) -> None:
+    """Scale the KL from 0 to `end`."""
     import numpy as np
 
     def root(values: Any) -> Any:
@@ -204,12 +205,12 @@ def _scale_by_square_root(axis: "Axes", end: float) -> None:
         return np.sign(values) * np.square(values)
 
     axis.set_xscale("function", functions=(root, square))
-    axis.set_xlim(-end / 800, end)
+    axis.set_xlim(-end / 800, end)  # 0 is not on the frame
     axis.set_xticks(ticks(end), [f"{tick:g}" for tick in ticks(end)])
 
 
 def ticks(end: float) -> list[float]:
-    """Return round numbers up to `end` that do not overlap on the square-root scale."""
+    """Return round numbers up to `end` whose labels do not overlap on the square-root scale."""
     shown = [0.0]
     for tick in TICKS:
         gap = math.sqrt(tick) - math.sqrt(shown[-1])
@@ -238,9 +239,12 @@ def draw_file(report: Report, path: Path) -> None:
         axes = canvas.subplots(1, len(judges), squeeze=False)[0]
         for axis, judge in zip(axes, judges, strict=True):
             draw_panel(judge, report, IN_FILE, axis)
+
         legends = [_legend(axis) for axis in axes]
         largest = max(legends, key=lambda legend: len(legend.labels))  # with the limit, if any
-        columns = min(len(largest.labels), 2 * len(judges)) if len(judges) > 1 else 1
+        columns = 1
+        if len(judges) > 1:
+            columns = min(len(largest.labels), 2 * len(judges))
         canvas.legend(*largest, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
     write_text(path, render((0.8 + 4.4 * len(judges), 4.0), draw, omitted=["Date"]))

@@ -1,34 +1,20 @@
 """The report of one run as an HTML page."""
 
-import base64
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
-from rlhf_cli import __version__
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES
 from rlhf_cli.evaluation import report_text, sample_pairs
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
-from rlhf_cli.jsonl import is_number
 from rlhf_cli.report import diagnosis, figures, tables
-from rlhf_cli.report.tables import bounds, count, number, percent, visible
+from rlhf_cli.report.formats import count, interval_text, percent
+from rlhf_cli.report.html import render_template
 from rlhf_cli.runs.layout import OPTIONAL_STAGES
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import Report, RewardModelCard
 from rlhf_cli.runs.settings import from_defaults
 
-GENERATOR = "rlhf report"  # identifies our own pages: no other file is ever replaced
-WORDS = {
-    "good": "good",
-    "early": "too early to tell",
-    "stale": "out of date",
-    "look": "worth a look",
-    "bad": "bad",
-    "open": "incomplete",
-}
 SECTIONS = (
     ("glance", "Summary"),
     ("ran", "What ran"),
@@ -49,21 +35,26 @@ def of_run(run: Run) -> str:
     """Return the self-contained page of a run; equal files give equal bytes."""
     badges = diagnosis.badges(run)
     heat_map = tables.last_heat_map(run.samples)
-    absent = {stage for stage in OPTIONAL_STAGES if stage not in run.stages}
-    shown = [(anchor, title) for anchor, title in SECTIONS if anchor not in absent]
+    absent = set(OPTIONAL_STAGES) - run.stages.keys()
+    if heat_map is None:
+        absent.add("tokens")
+    sections = [(anchor, title) for anchor, title in SECTIONS if anchor not in absent]
+
     return render_template(
         "page.html.jinja",
         title=f"Run {run.name}",
         subtitle=_subtitle(run),
-        sections=[section for section in shown if heat_map or section[0] != "tokens"],
+        sections=sections,
         warnings=_warnings(run, badges),
         stale=bool(run.stages["eval"].outdated),
         badges=badges,
         conclusion=diagnosis.conclusion(run, badges),
-        todo=[badge for badge in diagnosis.by_priority(run, badges) if badge.todo],
+        todo=[badge for badge in diagnosis.by_priority(run, badges) if badge.advice],
         sentences=diagnosis.sentences(run),
         training=[
-            (stage, title, figures.training(run.stages[stage])) for stage, title in shown if stage in figures.TRAINING
+            (anchor, title, figures.training(run.stages[anchor]))
+            for anchor, title in sections
+            if anchor in figures.TRAINING
         ],
         heat_map=heat_map,
         **_what_ran(run),
@@ -74,6 +65,7 @@ def of_run(run: Run) -> str:
 
 
 def _subtitle(run: Run) -> str:
+    """Return which stages there are, and which are not run yet."""
     present = [name for name, stage in run.stages.items() if stage.there]
     missing = [name for name in run.stages if name not in present]
     text = f"Stages: {', '.join(present)}"
@@ -93,6 +85,7 @@ def _what_ran(run: Run) -> dict[str, Any]:
     """Return the values of the sections What ran and Reproduce."""
     stages = list(run.stages.values())
     ppo = run.stages["ppo"]
+
     return {
         "stages": [tables.stage_row(stage) for stage in stages],
         "phases": tables.phases(ppo),
@@ -115,34 +108,8 @@ def _ppo(run: Run) -> dict[str, Any]:
     return {
         "ppo": figures.ppo(run),
         "temperature": run.stages["ppo"].setting("ppo.temperature"),
-        "firings": list(_alarms(run.firings)),
+        "alarms": list(_alarms(run.firings)),
     }
-
-
-def render_template(template: str, **values: Any) -> str:
-    """Render a page. Every printed value is escaped and made visible, except our own script, style and figures."""
-    import jinja2
-
-    loader = jinja2.PackageLoader("rlhf_cli.report", "templates")
-    environment = jinja2.Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=lambda value: value if value is None or hasattr(value, "__html__") else visible(str(value)),
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals.update(number=number, percent=percent, is_number=is_number, words=WORDS)
-    script, style = (loader.get_source(environment, name)[0] for name in ("search.js", "style.css"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(template).render(
-        generator=GENERATOR,
-        version=__version__,
-        script=Markup(script),
-        script_hash=f"sha256-{digest}",
-        style=Markup(style),
-        **values,
-    )
 
 
 def _report_card(run: Run) -> dict[str, Any]:
@@ -154,11 +121,11 @@ def _report_card(run: Run) -> dict[str, Any]:
     values: dict[str, Any] = {
         "card": None,
         "card_accuracy": "",
-        "limits": {**FIXED_LIMITS, "ece": MAX_ECE, "probe": MIN_PROBE_LIMIT},
+        "card_limits": {**FIXED_LIMITS, "ece": MAX_ECE, "probe": MIN_PROBE_LIMIT},
         "no_card": (run.report.no_reward_card if run.report else None) or "There is no report card yet.",
     }
     if result:
-        interval = bounds(result.accuracy_ci95)
+        interval = interval_text(result.accuracy_ci95)
         accuracy = f"Accuracy {percent(result.accuracy)}{interval} on the held-out pairs; chance is 50 %."
         values |= {"card_accuracy": accuracy, "no_card": accuracy}
     if isinstance(result, RewardModelCard):
@@ -187,6 +154,7 @@ def _alarms(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _message(alarm: Mapping[str, Any]) -> str:
+    """Return the message of a signal, or else its name."""
     try:
         return SIGNAL_MESSAGES[alarm["signal"]].format(**alarm)
     except (KeyError, ValueError, TypeError):  # a line that was edited by hand
@@ -197,7 +165,7 @@ def _evaluation(run: Run) -> dict[str, Any]:
     """Return the values of the sections that show the evaluation and its samples."""
     pairs = sample_pairs.response_pairs(run.answers)
     samples = tables.sample_groups(pairs)
-    values = {
+    values: dict[str, Any] = {
         "report": run.report,
         "frontiers": [],
         "selection": [],
@@ -205,13 +173,16 @@ def _evaluation(run: Run) -> dict[str, Any]:
         "limit": (),
         "wins": None,
         "columns_text": sample_pairs.columns_text,
-        "lengths": figures.lengths(run.answers),
+        "lengths": figures.lengths(pairs),
         "samples": samples,
         "judge": sample_pairs.deciding_judge_of(run.answers),
         "num_pairs": len(pairs),
         "num_shown": sum(len(group) for _, group in samples),
     }
-    return values | _results(run.report) if run.report else values
+    if run.report:
+        values |= _results(run.report)
+
+    return values
 
 
 def _results(report: Report) -> dict[str, Any]:

@@ -5,13 +5,14 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from rlhf_cli.config.ppo import PPOSettings, WatchdogSettings
 from rlhf_cli.jsonl import is_number
-from rlhf_cli.report.tables import count, number
+from rlhf_cli.report.formats import count, number
 from rlhf_cli.runs.read import Stage
 from rlhf_cli.runs.settings import value_text
 from rlhf_cli.statistics import FEWEST, best_of_n_kl, end_noise, gained, last_quarter
@@ -31,6 +32,7 @@ def key_changes(advice: str) -> dict[str, str]:
             direction = word
         elif direction:
             found[word] = direction
+
     return found
 
 
@@ -51,19 +53,21 @@ def reconcile(recommendations: Sequence[tuple[str, str]]) -> list[str]:
 
     A recommendation that changes a key against an earlier one is replaced by the earlier one.
     """
-    decided: dict[str, tuple[str, str]] = {}
+    decided: dict[str, tuple[str, str]] = {}  # by key: the finding that decided first, and the direction
     reconciled = []
     for name, advice in recommendations:
         wanted = key_changes(advice)
+        contradicted = [key for key in wanted if key in decided and decided[key][1] != wanted[key]]
+        if contradicted:
+            key = contradicted[0]
+            first, direction = decided[key]
+            quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{first}\N{RIGHT DOUBLE QUOTATION MARK}"
+            reconciled.append(f"fix {quoted} first: {direction} {key}")
+            continue
+
+        reconciled.append(advice)
         for key, direction in wanted.items():
-            first, earlier = decided.get(key, (name, direction))
-            if earlier != direction:
-                quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{first}\N{RIGHT DOUBLE QUOTATION MARK}"
-                reconciled.append(f"fix {quoted} first: {earlier} {key}")
-                break
-        else:
-            reconciled.append(advice)
-            decided = {key: (name, direction) for key, direction in wanted.items()} | decided
+            decided.setdefault(key, (name, direction))
     return reconciled
 
 
@@ -73,7 +77,7 @@ INF = math.inf
 
 
 @dataclass(frozen=True)
-class Update:
+class BoundInputs:
     """What the bounds of an update depend on."""
 
     first: float  # the metric's first value
@@ -82,15 +86,15 @@ class Update:
 
 
 # The bounds that rules.toml names.
-BOUNDS: dict[str, Callable[[Update], float]] = {
-    "first": lambda update: update.first,
-    "tenth_of_first": lambda update: 0.1 * update.first,
-    "first_over_limit": lambda update: update.first / update.limit,
-    "first_times_limit": lambda update: update.first * update.limit,
-    "first_minus_limit": lambda update: update.first - update.limit,
-    "first_plus_limit": lambda update: update.first + update.limit,
-    "limit_times_length": lambda update: update.limit * update.length,
-    "twice_limit": lambda update: 2 * update.limit,
+BOUNDS: dict[str, Callable[[BoundInputs], float]] = {
+    "first": lambda inputs: inputs.first,
+    "tenth_of_first": lambda inputs: 0.1 * inputs.first,
+    "first_over_limit": lambda inputs: inputs.first / inputs.limit,
+    "first_times_limit": lambda inputs: inputs.first * inputs.limit,
+    "first_minus_limit": lambda inputs: inputs.first - inputs.limit,
+    "first_plus_limit": lambda inputs: inputs.first + inputs.limit,
+    "limit_times_length": lambda inputs: inputs.limit * inputs.length,
+    "twice_limit": lambda inputs: 2 * inputs.limit,
 }
 
 
@@ -107,7 +111,7 @@ class Rule:
     watchdog: str | None = None
     alarm_low: float = -INF
     alarm_high: float = INF
-    early: int = FEWEST
+    min_updates: int = FEWEST
     exact: bool = False
     if_low: str = ""
     if_high: str = ""
@@ -116,13 +120,13 @@ class Rule:
     def has_range(self) -> bool:
         return (self.low, self.high) != (-INF, INF)
 
-    def bounds(self, update: Update) -> tuple[float, float]:
+    def bounds(self, inputs: BoundInputs) -> tuple[float, float]:
         """Return the range of an update, infinite if open."""
-        return _bound(self.low, update), _bound(self.high, update)
+        return _bound(self.low, inputs), _bound(self.high, inputs)
 
 
-def _bound(bound: float | str, update: Update) -> float:
-    return BOUNDS[bound](update) if isinstance(bound, str) else bound
+def _bound(bound: float | str, inputs: BoundInputs) -> float:
+    return BOUNDS[bound](inputs) if isinstance(bound, str) else bound
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
@@ -144,6 +148,7 @@ def limit_of(rule: Rule, config: Mapping[str, Any] | None) -> float:
         path = f"ppo.watchdog.{rule.watchdog}"
         default = WatchdogSettings.model_fields[rule.watchdog].default
     value = at(config, path)
+
     return float(value if is_number(value) else default)
 
 
@@ -151,7 +156,7 @@ def limit_of(rule: Rule, config: Mapping[str, Any] | None) -> float:
 
 Verdict = Literal["good", "look", "bad", "none"]  # none: not judged
 SEVERITY = ("none", "good", "early", "stale", "look", "bad")  # of verdicts, and of the grades of the diagnosis
-ILL = SEVERITY[-2:]  # those that need attention
+ILL = ("look", "bad")  # those that need attention
 Series = list[tuple[int, float]]  # step and value
 NEAR = best_of_n_kl(2)  # nats per response: a policy that is no farther from SFT than its best of two has hardly moved
 
@@ -173,7 +178,7 @@ class Judgement(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """A metric over a run: its points, healthy range, verdict, description, and advice (empty if healthy)."""
+    """A metric over a run: its points, healthy range, and a judgement of them."""
 
     key: str
     title: str
@@ -181,8 +186,13 @@ class Reading:
     points: Series
     band: Band | None
     verdict: Verdict
-    sentence: str
-    advice: str
+    judged: str  # a sentence, or two
+    advice: str  # empty if healthy
+
+    @property
+    def sentence(self) -> str:
+        """Return the course of the metric and the judgement."""
+        return f"{course(self.points)} {self.judged}".strip()
 
 
 def readings(ppo: Stage) -> list[Reading]:
@@ -190,7 +200,7 @@ def readings(ppo: Stage) -> list[Reading]:
     lengths = dict(ppo.series("objective/response_length"))
     found = []
     for rule in RULES:
-        for key, title in _metrics(rule, ppo):
+        for key, title in metrics_of(rule, ppo):
             points = ppo.series(key)
             if rule.watchdog == "kl":  # its limit is per token
                 points = [(step, value) for step, value in points if step in lengths]
@@ -204,6 +214,7 @@ def readings(ppo: Stage) -> list[Reading]:
 
 
 def _reading(rule: Rule, key: str, title: str, *, points: Series, lengths: Mapping[int, float], ppo: Stage) -> Reading:
+    """Judge a metric by its range, or by its trend if it has none."""
     band = None
     if not rule.has_range:
         judgement = _judge_trend(rule, points, ppo)
@@ -212,16 +223,9 @@ def _reading(rule: Rule, key: str, title: str, *, points: Series, lengths: Mappi
     else:
         band = _band(rule, points, lengths, ppo)
         judgement = _judge_range(rule, points, band, ppo)
-    return Reading(
-        key=key,
-        title=title,
-        rule=rule,
-        points=points,
-        band=band,
-        verdict=judgement.verdict,
-        sentence=f"{course(points)} {judgement.sentence}".strip(),
-        advice=judgement.advice,
-    )
+    verdict, judged, advice = judgement
+
+    return Reading(key, title, rule, points=points, band=band, verdict=verdict, judged=judged, advice=advice)
 
 
 def by_cause(found: Sequence[Reading]) -> list[Reading]:
@@ -229,13 +233,14 @@ def by_cause(found: Sequence[Reading]) -> list[Reading]:
     return sorted(found, key=lambda reading: (-SEVERITY.index(reading.verdict), CAUSES.index(reading.rule.key)))
 
 
-def _metrics(rule: Rule, ppo: Stage) -> Iterator[tuple[str, str]]:
+def metrics_of(rule: Rule, ppo: Stage) -> Iterator[tuple[str, str]]:
     """Yield (key, title) of the metrics of a rule: NAME stands for any reward source."""
     if not rule.key.endswith("NAME"):
         yield rule.key, rule.title
         return
     stem = rule.key.removesuffix("NAME")
     logged = {key for row in ppo.metrics for key in row}
+
     for key in sorted(logged):
         name = key.removeprefix(stem)
         if name and name != key:
@@ -248,9 +253,10 @@ def _band(rule: Rule, points: Series, lengths: Mapping[int, float], ppo: Stage) 
     limit = limit_of(rule, ppo.config)
     band = Band([], [])
     for step, _ in points:
-        low, high = rule.bounds(Update(first, limit, lengths.get(step, 0.0)))
+        low, high = rule.bounds(BoundInputs(first, limit, lengths.get(step, 0.0)))
         band.low.append(low)
         band.high.append(high)
+
     return band
 
 
@@ -264,6 +270,7 @@ def _judge_trend(rule: Rule, points: Series, ppo: Stage) -> Judgement:
         return Judgement("good", f"It rises by {number(gain)}, more than noise.")
     if gain < -chance:
         return Judgement("bad", f"It falls by {number(-gain)}, more than noise.", rule.if_low)
+
     return _judge_flat([value for _, value in ppo.series("objective/kl_k1")])
 
 
@@ -272,6 +279,7 @@ def _judge_flat(kl: Sequence[float]) -> Judgement:
     flat = "It does not rise by more than noise."
     if len(kl) < FEWEST:
         return Judgement("look", flat, IF_NEAR)
+
     now = fmean(last_quarter(kl))
     chance = end_noise(kl)
     if now - chance > NEAR:
@@ -301,8 +309,8 @@ def _judge_range(rule: Rule, points: Series, band: Band, ppo: Stage) -> Judgemen
     if alarms:
         advice = rule.if_low if min(values) < rule.alarm_low else rule.if_high
         return Judgement("bad", f"{text}, and beyond the alarm limit at update {alarms[0]}.", advice)
-    if n < rule.early:
-        return Judgement("none", f"{text}. Too early to judge: {rule.early} updates are needed.")
+    if n < rule.min_updates:
+        return Judgement("none", f"{text}. Too early to judge: {rule.min_updates} updates are needed.")
 
     end = fmean(last_quarter(values))
     low = fmean(last_quarter(band.low))
@@ -319,8 +327,8 @@ def _judge_range(rule: Rule, points: Series, band: Band, ppo: Stage) -> Judgemen
 
 def _slopes(rule: Rule, first: float, limit: float) -> list[float]:
     """Return by how much each bound follows the first value."""
-    before = rule.bounds(Update(first, limit))
-    after = rule.bounds(Update(first + 1, limit))
+    before = rule.bounds(BoundInputs(first, limit))
+    after = rule.bounds(BoundInputs(first + 1, limit))
     return [later - now if math.isfinite(now) else 0.0 for now, later in zip(before, after, strict=True)]
 
 
@@ -335,8 +343,7 @@ def course(points: Series) -> str:
 
     end = last_quarter(values)
     mean = f" (mean of the last {len(end)})" if len(end) > 1 else ""
-    highest = max(values)
-    lowest = min(values)
-    top = f"maximum {number(highest)} at update {points[values.index(highest)][0]}"
-    bottom = f"minimum {number(lowest)} at update {points[values.index(lowest)][0]}"
-    return f"Starts at {first}, ends at {number(fmean(end))}{mean}; {top}, {bottom}."
+    highest_step, highest = max(points, key=itemgetter(1))
+    lowest_step, lowest = min(points, key=itemgetter(1))
+    extremes = f"maximum {number(highest)} at update {highest_step}, minimum {number(lowest)} at update {lowest_step}"
+    return f"Starts at {first}, ends at {number(fmean(end))}{mean}; {extremes}."

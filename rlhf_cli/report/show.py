@@ -1,6 +1,7 @@
 """Write the page of a run, or of a comparison, to a file; show an evaluation at its end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from rlhf_cli.runs.report import read_report
 from rlhf_cli.runs.resolve import LAST
 
 
-def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
+def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     """Write the page, print its path and a summary line, and return the path.
 
     `step` selects PPO's policy as in `runs.at_step`. The default of `out` is RUN/eval/report.html, RUN/report.html
@@ -28,11 +29,15 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     from rlhf_cli.report import compare, diagnosis, page
 
     runs: list[Run] = []
-    collect_errors(*(partial(lambda folder: runs.append(read_run(folder)), folder) for folder in folders))
+
+    def read(folder: Path) -> None:
+        runs.append(read_run(folder))
+
+    collect_errors(*(partial(read, folder) for folder in folders))
     runs = [at_step(each, step) for each in runs]
 
     target = out or _default_target(runs, step)
-    _require_own_file(target)
+    _prepare_target(target)
     if len(runs) == 1:
         contents = page.of_run(runs[0])
         summary = diagnosis.conclusion(runs[0], diagnosis.badges(runs[0]))
@@ -49,9 +54,11 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
 
 
 def _default_target(runs: Sequence[Run], step: str) -> Path:
+    """Return where a page is written without --out."""
     name = REPORT_PAGE if step == LAST else f"{Path(REPORT_PAGE).stem}-{step}.html"
     if len(runs) > 1:
         return Path(name)
+
     evaluation = runs[0].folder / "eval"
     return (evaluation if evaluation.is_dir() else runs[0].folder) / name
 
@@ -67,7 +74,8 @@ def show_evaluation(config: EvalConfig) -> None:
     if report_text.has_frontier(report):
         from rlhf_cli.report.frontier import draw_file
 
-        draw_file(report, config.folder / "frontier.svg")
+        with _failure_as_warning("frontier.svg", "run `rlhf eval` again"):
+            draw_file(report, config.folder / "frontier.svg")
     write_beside(config.folder)
     print_report(config.folder)
     check_requirements(report, config.eval.require, where=config.where)
@@ -76,19 +84,26 @@ def show_evaluation(config: EvalConfig) -> None:
 def write_beside(eval_folder: Path) -> None:
     """Write report.html in an evaluation's folder. The evaluation is complete by then: a failure is a warning (R15)."""
     target = eval_folder / REPORT_PAGE
-    try:
+    hint = f"write it with `rlhf report {shell_path(eval_folder.parent)}`"
+    with _failure_as_warning("the report of the evaluation", hint):
         from rlhf_cli.report import page
 
-        _require_own_file(target)
+        _prepare_target(target)
         write_text(target, page.of_run(read_run(eval_folder)))
-    except Exception as error:  # of matplotlib, of the disk, of a file that was edited by hand
+
+
+@contextmanager
+def _failure_as_warning(what: str, hint: str) -> Iterator[None]:
+    """Warn (R15) if a file could not be written: for matplotlib, the disk, or a file that was edited by hand."""
+    try:
+        yield
+    except Exception as error:
         reason = error.problems[0].text if isinstance(error, RLHFError) else f"{type(error).__name__}: {error}"
-        problem = f"the report of the evaluation could not be written: {' '.join(reason.split())}"
-        terminal.warn("R15", problem, hint=f"write it with `rlhf report {shell_path(eval_folder.parent)}`")
+        terminal.warn("R15", f"{what} could not be written: {' '.join(reason.split())}", hint=hint)
 
 
 def brief(folder: Path) -> tuple[str, bool]:
-    """Return the first sentence of a run's report, and whether a stage is bad or worth a look.
+    """Return the conclusion of a run's report, and whether a stage is bad or worth a look.
 
     Raises RLHFError M01 if there is no stage.
     """
@@ -99,16 +114,16 @@ def brief(folder: Path) -> tuple[str, bool]:
     return diagnosis.conclusion(run, badges), any(badge.grade in diagnosis.ILL for badge in badges)
 
 
-def _require_own_file(target: Path) -> None:
-    """Raise RLHFError C15 if the path has a file that is not a report, E03 if it cannot be written."""
-    from rlhf_cli.report.page import GENERATOR
+def _prepare_target(target: Path) -> None:
+    """Make the folder of a page. Raises RLHFError C15 if its path has a file that is not a report, E03."""
+    from rlhf_cli.report.html import GENERATOR_TAG
 
     hint = "choose another path: --out FILE"
     if target.is_dir():
         raise RLHFError("C15", f"{shown(target)} is a folder", hint=hint)
     if target.exists():
         with open_regular(target) as file:
-            is_report = f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(4096)
+            is_report = GENERATOR_TAG.encode() in file.read(4096)
         if not is_report:
             problem = f"{shown(target)} exists and is not a report of rlhf; it is not overwritten"
             raise RLHFError("C15", problem, hint=hint)

@@ -1,6 +1,5 @@
-"""Texts and tables of the report: number formats, what ran, sample responses, and one response token by token."""
+"""Tables of the report: what ran, sample responses, and one response token by token."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,57 +8,15 @@ from typing import Any, NamedTuple
 
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.machinery.fields import AUTOMATIC
-from rlhf_cli.errors import RLHFError, redact, shell_word
+from rlhf_cli.errors import RLHFError, shell_word
 from rlhf_cli.evaluation.sample_pairs import ResponsePair
 from rlhf_cli.files import files_sha256
 from rlhf_cli.jsonl import is_number
+from rlhf_cli.report.formats import count, number
 from rlhf_cli.runs.parents import FOREIGN
 from rlhf_cli.runs.read import Run, Stage
-from rlhf_cli.runs.report import WinRate
 from rlhf_cli.terminal import duration
 from rlhf_cli.trees import flatten
-
-# Control characters except newline and tab, direction overrides, zero-width characters, surrogates.
-INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
-)
-
-
-def visible(text: str) -> str:
-    """Return the text without secrets, each invisible character as its code: `[U+202E]`."""
-    return INVISIBLE.sub(lambda match: f"[U+{ord(match[0]):04X}]", redact(text))
-
-
-def number(value: float) -> str:
-    """Return a number in few digits, with a real minus sign."""
-    size = abs(value)
-    if size >= 999.5:
-        text = f"{value:,.0f}"
-    elif size >= 1e-3 or size == 0:
-        text = f"{value:.3g}"
-    else:
-        text = f"{value:.2g}"
-    return text.replace("-", "\N{MINUS SIGN}")
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def bounds(interval: Sequence[float] | None) -> str:
-    """Return an interval of shares in percent: ` [58, 68]`; empty without one."""
-    return f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]" if interval else ""
-
-
-def count(n: int, word: str) -> str:
-    """Return `1 update`, `40 updates`."""
-    return f"{n:,} {word}{'' if n == 1 else 's'}"
-
-
-def rated(rate: WinRate) -> str:
-    """Return a win rate with its interval, if it has one: `52 % [46, 58]`."""
-    return percent(rate.value) + bounds(rate.ci95)
-
 
 # What ran
 
@@ -130,6 +87,7 @@ def data_rows(stages: Iterable[Stage]) -> list[list[str]]:
 
 
 def _row_count(path: Path, sha256: str) -> str:
+    """Return the rows of a file with this hash, or that it has changed; empty if they cannot be counted."""
     with suppress(OSError):
         if not path.is_file():
             return ""
@@ -162,11 +120,10 @@ def model_rows(run: Run) -> list[list[str]]:
 
 def versions(stages: Iterable[Stage]) -> dict[str, str]:
     """Return {package: version}, with all versions if the stages differ."""
-    by_name: dict[str, list[str]] = defaultdict(list)
+    by_name: dict[str, dict[str, None]] = defaultdict(dict)  # each version once, in order
     for stage in stages:
         for name, version in stage.manifest.versions.items():
-            if version not in by_name[name]:
-                by_name[name].append(version)
+            by_name[name][version] = None
     return {name: " and ".join(each) for name, each in by_name.items()}
 
 
@@ -185,12 +142,14 @@ def phases(ppo: Stage) -> list[Phase]:
     measured = sum(seconds.values())
     if not measured:
         return []
+
     total = max(total_seconds(ppo), measured)
     seconds[REST] = total - measured
     return [Phase(name, about, duration(value), value / total) for (name, about), value in seconds.items()]
 
 
 def _total(ppo: Stage, key: str) -> float:
+    """Return the sum of a metric over all updates."""
     return sum(value for _, value in ppo.series(key))
 
 
@@ -214,6 +173,7 @@ def commands(run: Run) -> list[str]:
     if all(_matches_its_file(run, stage) for stage in present):
         return [f"rlhf run {place}"]
     local = [stage.name for stage in present if not stage.elsewhere]
+
     return [f"rlhf {name} --config {place}/{name}/config.yaml --fresh" for name in local]
 
 
@@ -226,13 +186,14 @@ def _matches_its_file(run: Run, stage: Stage) -> bool:
         now = flatten(load(stage.name, file).dump(relative_to=run.folder / stage.name))
     except RLHFError:
         return False
+
     used = flatten(stage.config or {})
     changed = {key for key, value in used.items() if now.get(key) != value}
     return all(key in AUTOMATIC and now.get(key) is None for key in changed)
 
 
 def hashes(run: Run) -> list[tuple[str, str]]:
-    """Return (name, sha256 or revision) of all inputs and manifests."""
+    """Return (name, sha256 or revision) of each stage's config, tokenizer, chat template and code."""
     rows = []
     for name, stage in run.stages.items():
         manifest = stage.manifest
@@ -267,10 +228,7 @@ def sample_groups(pairs: Sequence[ResponsePair]) -> list[tuple[str, list[Respons
     show("Largest gains of PPO", sorted(remaining, key=lambda pair: -pair.gain)[:SHOWN])
     worst = sorted(remaining, key=lambda pair: pair.gain)[:SHOWN]
     lost = [pair for pair in worst if pair.gain < 0]
-    if lost:
-        show("Largest losses of PPO", lost)
-    else:
-        show("Smallest gains of PPO", worst)
+    show("Largest losses of PPO" if lost else "Smallest gains of PPO", lost or worst)
     show("Median gain", sorted(remaining, key=lambda pair: abs(pair.gain - median))[:SHOWN])
     show("Largest changes", sorted(remaining, key=lambda pair: pair.change, reverse=True)[:SHOWN])
     return groups
@@ -317,13 +275,15 @@ def _strips(tokens: Any) -> Iterator[Strip]:
     texts = tokens.get("text") if isinstance(tokens, Mapping) else None
     if not isinstance(texts, list) or not texts:
         return
+
     for name, about in TOKEN_VALUES.items():
         values = tokens.get(name)
-        if isinstance(values, list) and len(values) == len(texts) and all(is_number(value) for value in values):
+        if isinstance(values, list) and len(values) == len(texts) and all(map(is_number, values)):
             yield _strip(name, about, texts, values)
 
 
 def _strip(name: str, about: str, texts: Sequence[Any], values: Sequence[float]) -> Strip:
+    """Return the tokens with their values, shaded by the largest."""
     top = max(abs(value) for value in values) or 1.0
     tokens = []
     for text, value in zip(texts, values, strict=True):

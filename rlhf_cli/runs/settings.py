@@ -63,7 +63,7 @@ def _settings(run: Run, stage: str) -> dict[str, Any]:
 
 
 def value_text(value: Any) -> str:
-    """Return a value as in YAML."""
+    """Return a value as in YAML, but `none` for null."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, list):

@@ -71,7 +71,7 @@ def test_every_committed_config_names_its_schema_and_meets_it(path: Path, schema
 def test_a_new_run_brings_its_schemas_and_keeps_them_when_moved(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = replace(presets.PRESETS[preset], sizes=presets.PRESETS[preset].sizes and Sizes(0, 50, 50, 20))
+    small = replace(presets.PRESETS[preset], world_sizes=presets.PRESETS[preset].world_sizes and Sizes(0, 50, 50, 20))
     monkeypatch.setitem(presets.PRESETS, preset, small)
     presets.init(preset, tmp_path / "run", seed=3)
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")

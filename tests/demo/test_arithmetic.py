@@ -49,7 +49,7 @@ def test_answers_follow_from_the_words_and_held_out_templates_are_in_no_training
 
 @pytest.mark.training
 def test_a_short_chain_is_scored_by_the_verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(presets.PRESETS, "math", replace(presets.PRESETS["math"], problems=SIZES))
+    monkeypatch.setitem(presets.PRESETS, "math", replace(presets.PRESETS["math"], arithmetic_sizes=SIZES))
     must_succeed(rlhf("init", "math", run := tmp_path / "run"))
     must_succeed(rlhf("check", run))
     few = ("sft.max_steps=3", "ppo.total_episodes=256", "ppo.response_length=8", "eval.n=6", "eval.best_of=[2]")

@@ -16,7 +16,7 @@ from rlhf_cli.evaluation.report_text import overhead_sentence
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.report import compare, diagnosis, figures
-from rlhf_cli.report.rules import RULES, Rule, Update, limit_of, readings
+from rlhf_cli.report.rules import RULES, BoundInputs, Rule, limit_of, readings
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.read import Run, Stage
@@ -41,7 +41,7 @@ def page(one: Run) -> Iterator[str]:
     """The statements of the page of a run."""
     badges = diagnosis.badges(one)
     for badge in badges:
-        yield from (*badge.reasons, badge.todo)
+        yield from (*badge.reasons, badge.advice)
     yield diagnosis.conclusion(one, badges)
     if one.report:
         yield from diagnosis.sentences(one)
@@ -189,9 +189,9 @@ def _at_the_bound(rng: Rng, rule: Rule, n: int, beyond: float) -> Any:
     """Values around the end of a metric's range, with noise that is far from the alarms."""
     if rule.exact or not rule.has_range:
         return np.full(n, 10.0 if beyond else 0.0)
-    low, high = rule.bounds(Update(1.0, limit_of(rule, None), 40.0))
+    low, high = rule.bounds(BoundInputs(1.0, limit_of(rule, None), 40.0))
     upper = math.isfinite(high)
-    if rule.bounds(Update(2.0, limit_of(rule, None), 40.0)) != (low, high):  # relative to the first value
+    if rule.bounds(BoundInputs(2.0, limit_of(rule, None), 40.0)) != (low, high):  # relative to the first value
         level, noise = 1.0, 0.002
         end = (4.0 if upper else 0.07) if beyond else level
     else:

@@ -149,7 +149,7 @@ def test_a_recipe_is_fitted_to_a_gpu(
     def write(folder: Path) -> None:
         families.write_causal(folder, {"sentiment": "gpt2", "instruct": "qwen2"}.get(name, "pythia"), ["a b"])
         (folder / "model.safetensors").unlink()
-        sizes = build.new_config(presets.PRESETS[name].base or {})
+        sizes = build.new_config(presets.PRESETS[name].base_config or {})
         sizes.architectures = ["AnyForCausalLM"]
         sizes.save_pretrained(folder)
 
@@ -177,6 +177,11 @@ def test_a_recipe_is_fitted_to_a_gpu(
         assert now["learning_rate"] == pytest.approx(factor * was["learning_rate"])
         batches = [each["per_device_train_batch_size"] * each["gradient_accumulation_steps"] for each in (was, now)]
         assert batches[0] == batches[1]
+
+
+def test_a_changed_rate_is_written_without_binary_digits(tmp_path: Path) -> None:
+    must_succeed(rlhf("init", "hh", tmp_path / "run", "--gpu", "12", "--baselines"))
+    assert "learning_rate: 1e-5 " in (tmp_path / "run/dpo.yaml").read_text()
 
 
 @pytest.mark.training

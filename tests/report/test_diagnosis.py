@@ -11,7 +11,8 @@ from ppo_folder import lines
 from report_run import CARD, begin, change, configs, metrics, report, win, words, write_report, write_run
 
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.report import compare
+from rlhf_cli.report import compare, diagnosis
+from rlhf_cli.report.rules import key_changes
 from rlhf_cli.report.show import brief
 from rlhf_cli.runs.read import read_run
 
@@ -185,6 +186,15 @@ def test_the_badge_of_sft_depends_on_the_answers_that_end(
     assert (f"sft{mark}: {advice}" in text) if advice else (f"sft{mark}:" not in text)
 
 
+def test_a_loss_that_did_not_fall_is_no_overfitting(run: Path) -> None:
+    log_sft(run, loss=[3.0, 3.01] * 6)
+    evaluation = report()
+    evaluation["models"]["sft"]["eos_fraction"] = 218 / 256
+    evaluation["greedy"]["models"]["sft"]["eos_fraction"] = 1.0
+    text = words(write_report(run, evaluation))
+    assert "the training loss did not fall by more than noise" in text and "(100 % end near-greedy)" in text
+
+
 def test_answers_without_a_stop_token_need_not_end(run: Path) -> None:
     evaluation = report()
     evaluation["models"]["sft"]["eos_fraction"] = 0.0
@@ -269,3 +279,11 @@ def test_a_warning_in_a_badge_is_not_repeated(run: Path) -> None:
     flag_card(run, {"code": "R11", "text": text})
     now = words(run)
     assert "/home/me/reward" not in now and "warning[R03]: few ended" in now and now.count(text[:40]) == 1
+
+
+def test_a_finding_that_changes_a_key_has_a_name() -> None:
+    """Another advice may have to wait for it: fix NAME first."""
+    tables = diagnosis._TABLE.items()
+    keys = {name: re.sub(r"\{(stage|duration)\}", "sft.max_steps", table.get("advice", "")) for name, table in tables}
+    changing = {name for name, advice in keys.items() if key_changes(advice)}
+    assert len(changing) > 5 and {name for name in changing if not diagnosis._TABLE[name].get("name")} == set()

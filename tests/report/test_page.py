@@ -1,6 +1,7 @@
 """HTML of the report: untrusted text is inert, nothing is loaded, figures show their data.
 
-Modules: `report/charts.py`, `report/figures.py`, `report/frontier.py`.
+Modules: `report/charts.py`, `report/figures.py`, `report/formats.py`, `report/frontier.py`,
+`report/html.py`.
 """
 
 import base64
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 import report_run
 from matplotlib.figure import Figure as Canvas
@@ -23,8 +25,8 @@ from report_run import CARD, answers, begin, change, configs, metrics, report, w
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.report import charts, frontier, page
 from rlhf_cli.report.charts import WinRateRow
+from rlhf_cli.report.formats import INVISIBLE, visible
 from rlhf_cli.report.rules import Band
-from rlhf_cli.report.tables import INVISIBLE, visible
 from rlhf_cli.runs.read import at_step, read_run
 from rlhf_cli.runs.report import Report
 
@@ -306,3 +308,5 @@ def test_ids_are_unique_and_figures_deterministic() -> None:
     assert ids == ["b-series-to-2", "b-series-to-2-again", "b-series-to_2"]
     one, two = (str(charts.draw_svg(name, "about", charts.CARD, curve)) for name in ("one", "two"))
     assert one != two and one.replace("one-", "two-") == two
+    with matplotlib.rc_context({"axes.xmargin": 0.4}):  # as in a user's matplotlibrc
+        assert str(charts.draw_svg("one", "about", charts.CARD, curve)) == one

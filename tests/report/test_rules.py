@@ -168,7 +168,7 @@ def test_the_ranges_are_those_of_the_documentation() -> None:
         assert [float(each) for each in re.findall(r"\d[\d.]*", alarm)] == alarms, rule.key
         numbers = {float(each) for each in re.findall(r"\d[\d.]*\d|\d", healthy)}
         words = rule.words.format(limit=limit_of(rule, None))
-        assert {float(each) for each in re.findall(r"\d[\d.]*\d|\d", words)} == numbers - {rule.early}, rule.key
+        assert {float(each) for each in re.findall(r"\d[\d.]*\d|\d", words)} == numbers - {rule.min_updates}, rule.key
         assert not rule.watchdog or f"`watchdog.{rule.watchdog}`" in healthy
 
 
@@ -259,7 +259,7 @@ def test_pairs_are_of_prompts_that_both_policies_answered_in_one_mode() -> None:
     pairs = response_pairs([*greedy, *kept])
     assert [pair.index for pair in pairs] == [0, 1, 3] and pairs[0].ppo["response"] == "ppo says 0"
     assert len(response_pairs(greedy)) == 4, "if there are no sampled ones"
-    assert response_pairs(rows[:4]) == [] and figures.lengths(rows[:4]) is None
+    assert response_pairs(rows[:4]) == [] and figures.lengths([]) is None
 
 
 def test_the_heat_map_is_of_the_last_sample_with_token_values() -> None:

@@ -12,9 +12,11 @@ from report_run import report, write_run
 from run_cli import rlhf
 
 import rlhf_cli
+from rlhf_cli import terminal
 from rlhf_cli.errors import shell_word
 from rlhf_cli.pipeline.run import show_summary
-from rlhf_cli.report.show import brief, write_beside
+from rlhf_cli.report import frontier
+from rlhf_cli.report.show import brief, show_evaluation, write_beside
 
 SOURCE = Path(rlhf_cli.__file__).parent
 
@@ -39,6 +41,15 @@ def test_the_report_comes_first_if_it_shows_a_problem(
     page = ["open run/eval/report.html in a browser"] if gold < 0.5 or not met else []
     assert last_lines() == [f"the page says: {brief(run)[0]}", f"next: {'; '.join([*page, *onward])}"]
     assert ("Stage to fix first" in brief(run)[0]) == (gold < 0.5)
+
+
+def test_a_frontier_that_cannot_be_drawn_is_a_warning(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(here / "run")
+    monkeypatch.setattr(frontier, "render", lambda *_, **__: 1 / 0)
+    config: Any = SimpleNamespace(folder=run / "eval", eval=SimpleNamespace(require={}), where=str)
+    show_evaluation(config)
+    assert not (run / "eval/frontier.svg").exists() and (run / "eval/report.html").exists()
+    assert "warning[R15]: frontier.svg could not be written: ZeroDivisionError" in terminal.emitted_warnings()[0]
 
 
 def test_a_missing_report_is_written_again(fake_chain: Path, here: Path) -> None:

@@ -19,8 +19,8 @@ from rlhf_cli.data.tokens import Conversation, header_of_answers
 from rlhf_cli.errors import CODES, RLHFError
 from rlhf_cli.evaluation import report_text, reward_card
 from rlhf_cli.report import diagnosis, tables
+from rlhf_cli.report.formats import visible
 from rlhf_cli.report.rules import ILL
-from rlhf_cli.report.tables import visible
 from rlhf_cli.runs.layout import POLICY_STAGES, STAGES
 from rlhf_cli.runs.manifest import ParentEntry
 from rlhf_cli.runs.model_files import read_adapter

@@ -1,14 +1,13 @@
 """Baselines of a run: dpo.yaml beside reward.yaml, and best_of/sft.yaml below ppo.yaml, with its prompts."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli import config, jsonl
 from rlhf_cli.commands.init.templates import format_rate, write_config
 from rlhf_cli.config.machinery import yaml_io
-from rlhf_cli.config.machinery.yaml_io import to_yaml
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sections import TrainerSettings
@@ -19,7 +18,7 @@ RATE_SHARE = 0.1  # of the reward model's learning rate, as the defaults of the 
 BEST_OF_FOLDER = "best_of"  # a run's folder in that of the run whose models it reads
 EPOCHS = 4  # of best-of-n SFT
 NUM_ANSWERS = 16  # to a prompt, of best-of-n SFT
-MAX_ANSWERS = 64  # where prompts are few
+MAX_BEST_OF = 64  # where prompts are few
 NOT_SHARED = {"num_train_epochs", "max_steps", "logging_steps", "eval_steps"}  # with the stage whose sizes it has
 SHARED_MODEL_KEYS = ("adapters", "revision", "dtype", "attn_implementation")  # that the model has in PPO, too
 PPO_DATA = ("prompts", "eval_prompts", "ptx_data")
@@ -37,7 +36,7 @@ def write_dpo(folder: Path, rows: int | None = None) -> None:
     reward = config.load("reward", source)
     assert isinstance(reward, RewardConfig)
 
-    settings = {name: value for name, value in tree["reward"].items() if name in TrainerSettings.model_fields}
+    settings = _with_keys(tree["reward"], TrainerSettings.model_fields)
     if rows:
         batch = _batch_rows(reward.reward)
         rows = min(rows, batch)
@@ -61,25 +60,25 @@ def write_dpo(folder: Path, rows: int | None = None) -> None:
 def write_best_of(folder: Path) -> None:
     """Write best_of/sft.yaml: prompts and sampling of ppo.yaml, sizes of sft.yaml, or without it of reward.yaml.
 
-    It samples about as many answers as PPO, if MAX_ANSWERS to each prompt are enough for that.
+    It samples about as many answers as PPO, if MAX_BEST_OF to each prompt are enough for that.
     """
     stage = "sft" if (folder / "sft.yaml").exists() else "reward"
     tree = yaml_io.read(folder / f"{stage}.yaml").tree
-    sizes = config.load(stage, folder / f"{stage}.yaml")
+    sized = config.load(stage, folder / f"{stage}.yaml")
     ppo_tree = yaml_io.read(folder / "ppo.yaml").tree
     ppo = config.load("ppo", folder / "ppo.yaml")
-    assert isinstance(ppo, PPOConfig) and isinstance(sizes, SFTConfig | RewardConfig)
+    assert isinstance(ppo, PPOConfig) and isinstance(sized, SFTConfig | RewardConfig)
 
     data = {"train": _inside(folder, ppo.data.prompts), **ppo_tree["data"]}
     sampling = _sampling(ppo)
     if "truncate_prompt_words" in data:
         sampling["truncate_prompt_words"] = data.pop("truncate_prompt_words")
 
-    batch = _batch_rows(sizes.sft if isinstance(sizes, SFTConfig) else sizes.reward)
+    batch = _batch_rows(getattr(sized, stage))
     episodes = ppo.ppo.total_episodes or 0
     file = Path(ppo.data.prompts)
     prompts = sum(1 for _ in jsonl.read_jsonl(file)) if file.is_file() else max(episodes, batch)
-    n = min(MAX_ANSWERS, max(NUM_ANSWERS, round(episodes / prompts)))
+    n = min(MAX_BEST_OF, max(NUM_ANSWERS, round(episodes / prompts)))
     max_rows = None
     if episodes and "max_rows" not in data:
         max_rows = min(prompts, max(batch, episodes // n))
@@ -96,8 +95,8 @@ def write_best_of(folder: Path) -> None:
         "sampling": sampling,
         "source": f"{stage}.yaml",
         "epochs": EPOCHS,
-        "settings": _training(tree[stage], sizes, ppo),
-        "trainer": to_yaml(tree["trainer"]) if "trainer" in tree else None,
+        "settings": _shared_settings(tree[stage], sized, ppo),
+        "trainer": tree.get("trainer"),
     }
     (folder / BEST_OF_FOLDER).mkdir(exist_ok=True)
     write_config("sft", folder / BEST_OF_FOLDER / "sft.yaml", "best_of.yaml.jinja", values, folder)
@@ -108,9 +107,9 @@ def _batch_rows(settings: TrainerSettings) -> int:
     return settings.per_device_train_batch_size * settings.gradient_accumulation_steps
 
 
-def _with_keys(tree: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return those of the keys that a tree has, with their values."""
-    return {key: tree[key] for key in keys if key in tree}
+def _with_keys(tree: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return those of the keys that a tree has, with their values, in its order."""
+    return {key: value for key, value in tree.items() if key in keys}
 
 
 def _first_scorer(ppo: PPOConfig) -> str:
@@ -135,14 +134,13 @@ def _sampling(ppo: PPOConfig) -> dict[str, Any]:
     return sampling
 
 
-def _training(written: dict[str, Any], sizes: SFTConfig | RewardConfig, ppo: PPOConfig) -> dict[str, Any]:
+def _shared_settings(written: dict[str, Any], sized: SFTConfig | RewardConfig, ppo: PPOConfig) -> dict[str, Any]:
     """Return the training settings of the stage whose sizes best-of-n SFT has."""
-    shared = TrainerSettings.model_fields.keys() - NOT_SHARED
-    settings = {name: value for name, value in written.items() if name in shared}
-    if isinstance(sizes, SFTConfig):
-        trains_the_same = bool(sizes.model.adapters) == bool(ppo.models.adapters)
+    settings = _with_keys(written, TrainerSettings.model_fields.keys() - NOT_SHARED)
+    if isinstance(sized, SFTConfig):
+        trains_the_same = bool(sized.model.adapters) == bool(ppo.models.adapters)
         if trains_the_same:
-            settings["learning_rate"] = sizes.sft.learning_rate
+            settings["learning_rate"] = sized.sft.learning_rate
     return settings
 
 

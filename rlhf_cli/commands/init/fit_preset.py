@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_cli import config
 from rlhf_cli.config.machinery.yaml_io import to_yaml, with_value
-from rlhf_cli.config.sections import LEARNING_RATE_FACTOR
+from rlhf_cli.config.sections import LEARNING_RATE_FACTOR, scaled_rate
 from rlhf_cli.config.stages import adapter_kind
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build
@@ -16,7 +16,7 @@ from rlhf_cli.planning.target import Target
 from rlhf_cli.runs.layout import configs_in
 
 
-def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: str | None, gpu: str | None) -> str:
+def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, *, adapters: str | None, gpu: str | None) -> str:
     """Change the YAMLs of a preset in `folder` if they do not fit a GPU; return one line that says why.
 
     `fields` are those of its base model's config, `prompt` the tokens of its longest prompt, `adapters` is one of
@@ -32,8 +32,7 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: s
     adapters = adapters or "auto"
     require_known(adapters)
 
-    files = {path.stem: path for path in configs_in(folder)}
-    configs: dict[str, Any] = {stage: config.load(stage, file) for stage, file in files.items()}
+    configs: dict[str, Any] = {path.stem: config.load(path.stem, path) for path in configs_in(folder)}
     kind = adapter_kind(configs["ppo"])
     planner = _planner(build.new_config(fields), target, prompt, configs)
 
@@ -48,10 +47,9 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: s
     if adapters != "auto":
         hint += ", or leave --adapters out"
     chosen, _ = planner.choose(adapters, own=kind, where="--gpu", hint=hint)
-    for stage, file in files.items():
-        own = configs[stage]
-        values = _values(own, planner, chosen, has_adapters=kind is not None)
-        _write_values(file, own.model_dump(), values, f"for {target.name}")
+    for preset in configs.values():
+        values = _values(preset, planner, chosen, has_adapters=kind is not None)
+        _write_values(preset, values, f"for {target.name}")
     return memory_line(chosen, chosen, target, "as it is the preset needs", None if fits else as_it_is)
 
 
@@ -82,10 +80,10 @@ def _first_batch(stage: str, settings: Any) -> Batch:
     return Batch(rows, rows * settings.gradient_accumulation_steps, rollout)
 
 
-def _values(own: Any, planner: MemoryPlanner, chosen: Placement, *, has_adapters: bool) -> dict[str, Any]:
+def _values(preset: Any, planner: MemoryPlanner, chosen: Placement, *, has_adapters: bool) -> dict[str, Any]:
     """Return the values of a stage's YAML by key, with the rates and evaluation rows that belong to a placement."""
-    stage = own.stage
-    settings = getattr(own, stage)
+    stage = preset.stage
+    settings = getattr(preset, stage)
     assert chosen.rows
     values = planner.values(stage, chosen, chosen.rows[stage], chosen.rollout_rows)
 
@@ -95,20 +93,21 @@ def _values(own: Any, planner: MemoryPlanner, chosen: Placement, *, has_adapters
 
     gets_adapters = chosen.adapters is not None
     if stage != "eval" and has_adapters != gets_adapters:
-        rate = settings.learning_rate
-        values[f"{stage}.learning_rate"] = rate * LEARNING_RATE_FACTOR if gets_adapters else rate / LEARNING_RATE_FACTOR
+        factor = LEARNING_RATE_FACTOR if gets_adapters else 1 / LEARNING_RATE_FACTOR
+        values[f"{stage}.learning_rate"] = scaled_rate(settings.learning_rate, factor)
     return values
 
 
-def _write_values(file: Path, before: Mapping[str, Any], values: Mapping[str, Any], reason: str) -> None:
+def _write_values(preset: Any, values: Mapping[str, Any], reason: str) -> None:
     """Change a YAML to values by key, with a comment that has the value of the preset."""
-    text = file.read_text(encoding="utf-8")
+    before = preset.model_dump()
+    text = preset.file.read_text(encoding="utf-8")
     for key, value in values.items():
         section, _, name = key.partition(".")
         old = before.get(section, {}).get(name)
-        if name == "adapters" and old:
+        if name == "adapters" and old:  # a placement changes the kind alone
             old = {"kind": old["kind"]}
         if value != old:
             comment = reason if old is None else f"{reason}; the preset has {to_yaml(old)}"
             text = with_value(text, key, value, comment)
-    file.write_text(text, encoding="utf-8")
+    preset.file.write_text(text, encoding="utf-8")

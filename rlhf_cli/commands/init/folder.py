@@ -13,6 +13,7 @@ from rlhf_cli.runs.locks import locked
 
 UNTOUCHED = "nothing was written; name another folder"
 LOCKED = "wait for it to end, or name another folder"
+LOCK = "init"  # names the lock file; there is no such path
 SCRATCH = ".tmp-init"  # scratch folder inside a folder that existed before
 PLACED = ".tmp-init-placed"  # its name after all files are linked
 MAX_LISTED_NAMES = 5
@@ -34,7 +35,7 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
         raise RLHFError("C15", f"{shown(folder)} is not a folder", hint=UNTOUCHED)
     system.require_writable(folder, hint="name another folder")
     remove_leftovers(folder)
-    with locked(folder / "init", hint=LOCKED):
+    with locked(folder / LOCK, hint=LOCKED):
         scratch = folder / SCRATCH
         for path in (scratch, folder / PLACED):
             if os.path.lexists(path):
@@ -58,7 +59,7 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 def _place(source: Path, target: Path) -> None:
-    """Make a hard link, so that `remove_leftovers` can identify it; not all file systems have them."""
+    """Make a hard link, by which `remove_leftovers` knows a file of a killed init; without links it would stay."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -72,17 +73,23 @@ def remove_leftovers(folder: Path) -> None:
     own = [path for path in (folder / PLACED, scratch) if path.is_dir() and not path.is_symlink()]
     if not own:
         return
-    with locked(folder / "init", hint=LOCKED):
-        for name in _files(scratch) if scratch in own else []:
-            target = folder / name
-            with suppress(OSError):
-                if target.samefile(scratch / name):
-                    target.unlink()
-            for parent in Path(name).parents:
-                with suppress(OSError):  # not empty
-                    (folder / parent).rmdir()
+    with locked(folder / LOCK, hint=LOCKED):
+        if scratch in own:
+            _remove_placed(folder, scratch)
         for path in own:
             remove(path, ignore_errors=True)
+
+
+def _remove_placed(folder: Path, scratch: Path) -> None:
+    """Remove the files of `folder` that are links to those of the scratch folder, and folders left empty."""
+    for name in _files(scratch):
+        target = folder / name
+        with suppress(OSError):
+            if target.samefile(scratch / name):
+                target.unlink()
+        for parent in Path(name).parents:
+            with suppress(OSError):  # not empty, as `folder` is
+                (folder / parent).rmdir()
 
 
 def _files(folder: Path) -> list[str]:
@@ -91,10 +98,8 @@ def _files(folder: Path) -> list[str]:
 
 def _check_conflicts(folder: Path, scratch: Path, names: list[str]) -> None:
     """Raise RLHFError C15 if a file exists with another content, or where a folder is needed."""
-    conflicts: list[str] = []
-    for name in names:
-        if os.path.lexists(folder / name) and not _same_file(folder / name, scratch / name):
-            conflicts.append(name)
+    existing = [name for name in names if os.path.lexists(folder / name)]
+    conflicts = [name for name in existing if not _same_file(folder / name, scratch / name)]
     for name in names:
         conflicts += [str(parent) for parent in Path(name).parents if (folder / parent).is_file()]
     conflicts = list(dict.fromkeys(conflicts))

@@ -74,8 +74,8 @@ def count_tokens(tokenizer: Any, pairs: Sequence[Pair]) -> list[TokenCounts]:
     return counts
 
 
-def count_rendered(tokenizer: Any, pairs: Sequence[Pair]) -> tuple[list[Pair], list[TokenCounts]]:
-    """Return the pairs that the chat template renders, and their token counts; a warning tells how many it does not.
+def drop_unrendered(tokenizer: Any, pairs: Sequence[Pair]) -> tuple[list[Pair], list[TokenCounts]]:
+    """Return the pairs that the chat template renders, and their token counts; a warning counts the others.
 
     Raises RLHFError D06 or T09 of the first of them if they are many, and otherwise as `count_tokens`.
     """
@@ -86,19 +86,19 @@ def count_rendered(tokenizer: Any, pairs: Sequence[Pair]) -> tuple[list[Pair], l
             raise
 
     rendered: list[Pair] = []
-    errors: list[RLHFError] = []
+    refusals: list[RLHFError] = []
     for pair in pairs:
         try:
             with at_location(str(pair.location)):
                 count_tokens(tokenizer, [pair])
             rendered.append(pair)
-        except RLHFError as error:
-            errors.append(error)
-    if len(errors) > WARN_DROPPED_FRACTION * len(pairs):
-        raise errors[0]
+        except RLHFError as refusal:
+            refusals.append(refusal)
+    if len(refusals) > WARN_DROPPED_FRACTION * len(pairs):
+        raise refusals[0]
 
-    first = errors[0].problems[0]
-    text = f"{len(errors)} of {len(pairs)} pairs dropped: {first.text} (first: {first.where})"
+    first = refusals[0].problems[0]
+    text = f"{len(refusals)} of {len(pairs)} pairs dropped: {first.text} (first: {first.where})"
     terminal.warn(first.code, text, where="--data", hint="correct these pairs")
     return rendered, count_tokens(tokenizer, rendered)
 
@@ -117,14 +117,15 @@ def fit_pairs(
     used = [counts[index] for index in selection.kept]
     limits = _summarize(used, selection)
     if limits.ended < 1 - WARN_DROPPED_FRACTION:
-        text = f"only {percent(limits.ended)} of the chosen answers end within response_length {limits.response_length}"
+        share = whole_percent(limits.ended)
+        text = f"only {share} of the chosen answers end within response_length {limits.response_length}"
         reason = f"the others are longer than half of the {context} positions of the base model"
         terminal.warn("D10", f"{text}: {reason}", where="--data", hint="name a base model with more positions")
     return [pairs[index] for index in selection.kept], limits
 
 
 def _select(counts: Sequence[TokenCounts], context: int) -> Selection:
-    """Choose the response length, then the longest row beside it, and the pairs that fit both."""
+    """Choose the response length, then the longest row beside it, and the pairs that fit both, which may be none."""
     half = context // 2
     chosen = [count.chosen for count in counts]
     fitting = [length for length in chosen if length <= half]
@@ -133,20 +134,20 @@ def _select(counts: Sequence[TokenCounts], context: int) -> Selection:
 
     wanted = max(quantile(fitting, ENDED_SHARE), min(MIN_RESPONSE, max(chosen)))
     response = min(round_up(wanted), max(half, MIN_RESPONSE))
-    rows = {  # by the index of the pair
+    row_lengths = {  # by the index of the pair
         index: count.longer_row
         for index, count in enumerate(counts)
-        if count.prompt + response <= context and count.longer_row <= context
+        if max(count.prompt + response, count.longer_row) <= context
     }
-    if not rows:
+    if not row_lengths:
         return Selection([], response, context)
 
-    longest = max(rows.values())
-    percentile = quantile(list(rows.values()), 0.99)
+    longest = max(row_lengths.values())
+    percentile = quantile(list(row_lengths.values()), 0.99)
     if longest > MAX_TAIL * percentile:
         longest = percentile
     longest = min(round_up(longest), context)
-    return Selection([index for index, row in rows.items() if row <= longest], response, longest)
+    return Selection([index for index, length in row_lengths.items() if length <= longest], response, longest)
 
 
 def _summarize(used: Sequence[TokenCounts], selection: Selection) -> TokenLimits:
@@ -177,7 +178,7 @@ def _report_dropped(pairs: Sequence[Pair], counts: Sequence[TokenCounts], select
     )
     if sum(count.chosen > context // 2 for count in counts) > MAX_DROPPED * len(pairs):
         reasons = f"most chosen answers are longer than half of {context} positions"
-    share = f"{dropped} of {len(pairs)} pairs ({percent(dropped / len(pairs))})"
+    share = f"{dropped} of {len(pairs)} pairs ({whole_percent(dropped / len(pairs))})"
 
     kept_prompts = split_keys([pairs[index] for index in selection.kept])
     too_few = len(kept_prompts) < MIN_PROMPTS <= len(split_keys(pairs))
@@ -195,7 +196,7 @@ def _larger_context_hint(counts: Sequence[TokenCounts], context: int) -> str:
     while fitting < (1 - WARN_DROPPED_FRACTION) * len(counts):
         context *= 2
         fitting = len(_select(counts, context).kept)
-    most = f"{percent(fitting / len(counts))} of the pairs fit"
+    most = f"{whole_percent(fitting / len(counts))} of the pairs fit"
     return f"take a base model with {context} positions, where {most}, or use shorter pairs"
 
 
@@ -204,7 +205,7 @@ def quantile(values: Sequence[int], share: float) -> int:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def percent(share: float) -> str:
+def whole_percent(share: float) -> str:
     """Format a share in whole percent; 0 % and 100 % only if it is exactly that."""
     rounded = round(100 * share)
     if share not in (0, 1):

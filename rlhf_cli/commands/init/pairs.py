@@ -18,7 +18,7 @@ class FormattedPairs:
 
     file: data.PairFile
     pairs: list[Pair]
-    text: str  # one line: what the prompts are
+    description: str  # one line: what the prompts are
     chat_template: str | None = None  # to set in sft.yaml
 
     @property
@@ -61,10 +61,8 @@ def _are_texts(pairs: Sequence[Pair]) -> bool:
 
 def _format_conversations(file: data.PairFile, *, plain: bool, has_template: bool) -> FormattedPairs:
     """Keep conversations, or write them as dialogues where no chat template is to be used."""
-    as_text = plain and not has_template
-    if file.transcripts:
-        as_text = plain or not has_template
-
+    reasons = (plain, file.transcripts)
+    as_text = all(reasons) if has_template else any(reasons)
     if as_text:
         text = "dialogues in one text"
         if not plain:
@@ -103,8 +101,7 @@ def _as_conversation(pair: Pair) -> Pair:
 
 def _joins_words(pair: Pair) -> bool:
     """Return True if the chosen answer would join the last word of the prompt."""
-    last, first = str(pair.prompt)[-1:], pair.chosen[:1]
-    return not last.isspace() and not first.isspace()
+    return not str(pair.prompt)[-1:].isspace() and not pair.chosen[:1].isspace()
 
 
 def _with_space(pair: Pair) -> Pair:

@@ -22,7 +22,7 @@ PART_USES = {
 MAX_HELD_OUT = 1000  # prompts; the interval of a win rate is then 0.06 wide
 MIN_PROMPTS = 20  # distinct prompts, so that two are held out
 MIN_BALANCED = {"pairs": 9, "held-out": 2}  # pairs that balance_parts must keep: as many as MIN_PROMPTS prompts give
-MAX_ANSWERS = 4  # per prompt, for SFT, so that prompts have similar weights
+MAX_SFT_ANSWERS = 4  # per prompt, for SFT, so that prompts have similar weights
 
 Parts = dict[str, list[Pair]]
 Rows = list[dict[str, Any]]
@@ -85,16 +85,15 @@ def distinct_prompts(pairs: Sequence[Pair]) -> list[Any]:
 
 
 def most_chosen(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the pairs for SFT: of each prompt the MAX_ANSWERS answers that were chosen most often, each once."""
+    """Return the pairs for SFT: of each prompt the MAX_SFT_ANSWERS answers that were chosen most often, each once."""
     answers: dict[str, Counter[str]] = defaultdict(Counter)
     for pair in pairs:
         answers[repr(pair.prompt)][pair.chosen] += 1
-    wanted = {prompt: dict(counts.most_common(MAX_ANSWERS)) for prompt, counts in answers.items()}
+    wanted = {prompt: dict(counts.most_common(MAX_SFT_ANSWERS)) for prompt, counts in answers.items()}
 
     selected = []
     for pair in pairs:
-        is_wanted = wanted[repr(pair.prompt)].pop(pair.chosen, None)
-        if is_wanted:
+        if wanted[repr(pair.prompt)].pop(pair.chosen, 0):
             selected.append(pair)
     return selected
 
@@ -125,11 +124,11 @@ def _written(pair: Pair, answer: str) -> Any:
 
 
 def balance_parts(parts: Parts) -> Parts:
-    """Return the reward model's pairs that `balance_lengths` keeps. Raises RLHFError D11 if they are too few."""
+    """Return the reward model's two parts as `balance_lengths` keeps them. Raises RLHFError D11 if too few pairs."""
     kept: Parts = {}
     for name in MIN_BALANCED:
-        indices = balance_lengths(character_lengths(parts[name]))
-        kept[name] = [parts[name][index] for index in indices]
+        pairs = parts[name]
+        kept[name] = [pairs[index] for index in balance_lengths(character_lengths(pairs))]
     if all(len(kept[name]) >= least for name, least in MIN_BALANCED.items()):
         return kept
 
@@ -165,7 +164,7 @@ def balance_lengths(lengths: Sequence[tuple[int, int]]) -> list[int]:
     others.sort()
     for ratio, index in sorted(rarer):
         place = bisect(others, (ratio, index))
-        neighbours = range(len(others))[max(0, place - 1) : place + 1]
+        neighbours = [i for i in (place - 1, place) if 0 <= i < len(others)]
         nearest = min(neighbours, key=lambda i: abs(others[i][0] - ratio))
         kept += [index, others.pop(nearest)[1]]
     return sorted(kept)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import runs, terminal
-from rlhf_cli.commands.init.baselines import write_best_of, write_dpo
+from rlhf_cli.commands.init.baselines import BEST_OF_FOLDER, write_best_of, write_dpo
 from rlhf_cli.commands.init.folder import all_or_nothing, remove_leftovers
-from rlhf_cli.commands.init.limits import TokenLimits, count_rendered, fit_pairs, percent
+from rlhf_cli.commands.init.limits import TokenLimits, drop_unrendered, fit_pairs, whole_percent
 from rlhf_cli.commands.init.pairs import FormattedPairs, read_pairs
 from rlhf_cli.commands.init.parts import (
-    MAX_ANSWERS,
+    MAX_SFT_ANSWERS,
     PART_USES,
     Parts,
     Rows,
@@ -23,28 +23,44 @@ from rlhf_cli.commands.init.parts import (
     rows_of_files,
     split_pairs,
 )
-from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
+from rlhf_cli.commands.init.sizes import (
+    BASE_LEARNING_RATES,
+    EVAL_BEST_OF,
+    PPO_EPOCHS,
+    RunSizes,
+    SizingInputs,
+    choose_sizes,
+    learning_rate,
+    measure_inputs,
+)
 from rlhf_cli.commands.init.templates import write_config
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.machinery.paths import resolve_data
-from rlhf_cli.config.machinery.yaml_io import to_yaml
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.rendering import WITHOUT_MARKUP, check_rendering, rendered_rows
 from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
-from rlhf_cli.planning.placement import memory_line, require_known
+from rlhf_cli.planning.placement import (
+    ADAMW_8BIT,
+    CHECKPOINTING,
+    EPISODES_PER_UPDATE,
+    KINDS,
+    OFFLOAD,
+    POLICY_HEAD,
+    memory_line,
+    require_known,
+)
 from rlhf_cli.planning.target import Target
 from rlhf_cli.runs import layout
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.statistics import wilson
 
-STAGES = tuple(stage for stage in layout.STAGES if stage not in layout.OPTIONAL_STAGES)
+REQUIRED_STAGES = tuple(stage for stage in layout.STAGES if stage not in layout.OPTIONAL_STAGES)
 BASE_STAGES = ("sft", "ppo", "dpo")  # that --base may name
 MAX_LONGER_SHARE = 0.6  # of pairs whose longer answer was chosen; beyond it the summary names --balance-length
-NO_ADAPTERS = (
-    "the base model has no chat template, and adapters do not train the embeddings of the tokens that chatml adds: "
-    "take one with a chat template, add --plain, or take a smaller one"
+ADDED_TOKENS = (
+    "the base model has no chat template, and adapters do not train the embeddings of the tokens that chatml adds"
 )
 
 
@@ -81,8 +97,8 @@ def init(folder: Path, options: PreferencesOptions) -> None:
 
     Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
     if too few pairs fit the base model's context, D11 for too few different prompts or balanced pairs, D16 for too many
-    unusable rows, T08 and T09 for what the chat template does not render, M01, M07, M08, M10 for the base model, E03 if
-    the run fits in no way, C15 if the folder holds any of the files already.
+    unusable rows, C17 for adapters where chatml adds tokens, T08 and T09 for what the chat template does not render,
+    M01, M07, M08, M10 for the base model, E03 if the run fits in no way, C15 if the folder holds any of the files.
     """
     if options.data is None or options.base is None:
         raise _missing_options_error(options, folder)
@@ -90,8 +106,8 @@ def init(folder: Path, options: PreferencesOptions) -> None:
     target = Target.of(options.gpu, 1)
     named = resolve_data(options.data, os.getcwd())
     source = DataSource(named, "--data", columns=_column_names(options.columns), on_bad="drop")
-    remove_leftovers(folder)
-    check_not_taken(folder)
+    remove_leftovers(folder)  # which are not taken
+    _check_not_taken(folder, baselines=options.baselines)
 
     base = _open_base(options.base)
     data = _prepare_data(source, base, options)
@@ -100,8 +116,9 @@ def init(folder: Path, options: PreferencesOptions) -> None:
 
     with all_or_nothing(folder) as scratch:
         write_data(scratch / "data", data.files, sizes)
-        write_configs(scratch, _template_values(base, data, inputs, sizes, options.seed), inputs.placement.rows)
-    print_summary(data, inputs, sizes)
+        values = _template_values(base, data, inputs, sizes=sizes, seed=options.seed)
+        write_configs(scratch, values, inputs.dpo_rows)
+    _print_summary(data, inputs, sizes)
     for note in (sizes.note, _length_note(data, balanced=options.balance_length)):
         if note:
             terminal.out(f"noted: {note}")
@@ -112,11 +129,8 @@ def init(folder: Path, options: PreferencesOptions) -> None:
 
 
 def _missing_options_error(options: PreferencesOptions, folder: Path) -> RLHFError:
-    missing = []
-    if options.data is None:
-        missing.append("--data, your file of pairs,")
-    if options.base is None:
-        missing.append("--base, the model to start from,")
+    needed = {"--data, your file of pairs,": options.data, "--base, the model to start from,": options.base}
+    missing = [text for text, value in needed.items() if value is None]
     verb = "is" if len(missing) == 1 else "are"
     pairs = shell_word(options.data or "pairs.jsonl")
     model = shell_word(options.base or "MODEL")
@@ -139,9 +153,12 @@ def _column_names(columns: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def check_not_taken(folder: Path) -> None:
+def _check_not_taken(folder: Path, *, baselines: bool) -> None:
     """Raise RLHFError C15 if `folder` contains a file that would be written."""
-    names = [*(f"{stage}.yaml" for stage in STAGES), "data", json_schema.FOLDER]
+    names = [f"{stage}.yaml" for stage in REQUIRED_STAGES]
+    names += ["data", json_schema.FOLDER]
+    if baselines:
+        names += ["dpo.yaml", f"{BEST_OF_FOLDER}/sft.yaml"]
     taken = [name for name in names if (folder / name).exists()]
     if taken:
         text = f"{shown(folder)} already holds {', '.join(taken)}"
@@ -161,24 +178,29 @@ def _prepare_data(source: DataSource, base: Parent, options: PreferencesOptions)
     """Read the pairs, choose the token limits, and split the pairs that fit into parts and files."""
     tokenizer = tokenizers.load_tokenizer(base.model)
     formatted = read_pairs(source, tokenizer, plain=options.plain)
-    variables = _set_chat_template(tokenizer, formatted)
+    variables = _set_chat_template(tokenizer, formatted, options.adapters)
     _check_conversations(formatted, tokenizer)
     context = _context_length(base.model)
 
-    rendered, counts = count_rendered(tokenizer, formatted.pairs)
+    rendered, counts = drop_unrendered(tokenizer, formatted.pairs)
     fitting, limits = fit_pairs(rendered, counts, context)
     parts = split_pairs(fitting, options.seed)
     files = rows_of_files(parts, balance=options.balance_length)
     return PreparedData(source, formatted, variables, limits=limits, parts=parts, files=files)
 
 
-def _set_chat_template(tokenizer: Any, formatted: FormattedPairs) -> dict[str, Any]:
-    """Set the chat template as the SFT stage will, and return the values of its variables."""
+def _set_chat_template(tokenizer: Any, formatted: FormattedPairs, adapters: str) -> dict[str, Any]:
+    """Set the chat template as the SFT stage will, and return the values of its variables. Raises RLHFError C17."""
     if formatted.chat_template:
+        size_before = len(tokenizer)
         tokenizers.set_chat_template(tokenizer, formatted.chat_template)
+        if adapters in KINDS and len(tokenizer) > size_before:
+            hint = "take a base model with a chat template, or add --plain"
+            raise RLHFError("C17", f"--adapters {adapters}: {ADDED_TOKENS}", hint=hint)
+
     with_thoughts = sum("</think>" in pair.chosen for pair in formatted.pairs)
-    thoughts = with_thoughts > len(formatted.pairs) / 2
-    variables = chat_templates.variables_for_answers(tokenizer, thoughts=thoughts)
+    mostly = with_thoughts > len(formatted.pairs) / 2
+    variables = chat_templates.variables_for_answers(tokenizer, thoughts=mostly)
     chat_templates.set_template_variables(tokenizer, variables, where="--base")
     return variables
 
@@ -202,14 +224,14 @@ def _context_length(base: Path) -> int | None:
 
 
 def _measure(base: Parent, data: PreparedData, target: Target, options: PreferencesOptions) -> SizingInputs:
-    """Measure what the sizes depend on; with chatml, whose new tokens adapters do not train, of whole weights."""
+    """Measure what the sizes depend on. With chatml, adapters are considered only if the user chose them."""
     adapters = options.adapters
     hint = "take a smaller base model"
     if adapters != "auto":
         hint += ", or leave --adapters out"
     elif data.formatted.chat_template:
         adapters = "none"
-        hint = NO_ADAPTERS
+        hint = f"{ADDED_TOKENS}: take one with a chat template, add --plain, or take a smaller one"
     return measure_inputs(
         base, data.limits, data.files, target, adapters=adapters, hint=hint, baselines=options.baselines
     )
@@ -218,37 +240,49 @@ def _measure(base: Parent, data: PreparedData, target: Target, options: Preferen
 # Files
 
 
-def _template_values(base: Parent, data: PreparedData, inputs: SizingInputs, sizes: Sizes, seed: int) -> dict[str, Any]:
+def _template_values(
+    base: Parent, data: PreparedData, inputs: SizingInputs, sizes: RunSizes, seed: int
+) -> dict[str, Any]:
     """Return what the templates of configs/preferences read."""
     leaves_answers_out = len(data.files["sft"]) < len(data.parts["sft"])
+    savings = inputs.placement.savings
     return {
-        "base": to_yaml(base.hub or str(base.path.resolve())),
+        "base": base.hub or str(base.path.resolve()),
         "data": data.source.shown(),
         "seed": seed,
-        "style": data.formatted,
-        "template_variables": to_yaml(data.template_variables) if data.template_variables else None,
-        "max_answers": MAX_ANSWERS if leaves_answers_out else None,
-        "known": inputs,
-        "s": sizes,
+        "pairs": data.formatted,
+        "template_variables": data.template_variables,
+        "max_answers": MAX_SFT_ANSWERS if leaves_answers_out else None,
+        "inputs": inputs,
+        "sizes": sizes,
+        "rate_at_1g": {stage: learning_rate(stage, 10**9, inputs.placement.adapters) for stage in BASE_LEARNING_RATES},
+        "saves": {
+            "checkpointing": CHECKPOINTING in savings,
+            "adamw_8bit": ADAMW_8BIT in savings,
+            "offload": OFFLOAD in savings,
+            "policy_head": POLICY_HEAD in savings,
+        },
+        "episodes_per_update": EPISODES_PER_UPDATE,
+        "ppo_epochs": PPO_EPOCHS[0],
+        "best_of": EVAL_BEST_OF,
     }
 
 
-def write_data(folder: Path, files: Mapping[str, Rows], sizes: Sizes) -> None:
+def write_data(folder: Path, files: Mapping[str, Rows], sizes: RunSizes) -> None:
     """Write the files; evaluation files are shuffled and truncated."""
     folder.mkdir(parents=True)
     max_rows = {"sft_eval": sizes.sft.eval_rows, "pairs_eval": sizes.reward.eval_rows}
     for name, rows in files.items():
-        limit = max_rows.get(name)
-        write_jsonl(folder / f"{name}.jsonl", rows[:limit])
+        write_jsonl(folder / f"{name}.jsonl", rows[: max_rows.get(name)])
 
 
-def write_configs(folder: Path, values: Mapping[str, Any], rows: Mapping[str, int] | None) -> None:
-    """Write the YAMLs from the templates of configs/preferences, and load each; baselines if DPO has `rows`."""
-    for stage in STAGES:
+def write_configs(folder: Path, values: Mapping[str, Any], dpo_rows: int | None) -> None:
+    """Write the YAMLs from the templates of configs/preferences, and with `dpo_rows` those of the baselines."""
+    for stage in REQUIRED_STAGES:
         write_config(stage, folder / f"{stage}.yaml", f"preferences/{stage}.yaml.jinja", values)
-    stages = list(STAGES)
-    if rows and "dpo" in rows:
-        write_dpo(folder, rows["dpo"])
+    stages = list(REQUIRED_STAGES)
+    if dpo_rows:
+        write_dpo(folder, dpo_rows)
         write_best_of(folder)
         stages.append("dpo")
     json_schema.write_schemas(folder, stages)
@@ -257,14 +291,15 @@ def write_configs(folder: Path, values: Mapping[str, Any], rows: Mapping[str, in
 # Summary
 
 
-def print_summary(data: PreparedData, inputs: SizingInputs, sizes: Sizes) -> None:
+def _print_summary(data: PreparedData, inputs: SizingInputs, sizes: RunSizes) -> None:
     """Print the data read, and the sizes chosen."""
     used = sum(len(pairs) for pairs in data.parts.values())
-    terminal.out(f"{data.formatted.file.num_read} rows read, {used} pairs used, as {data.formatted.text}")
+    terminal.out(f"{data.formatted.file.num_read} rows read, {used} pairs used, as {data.formatted.description}")
     terminal.out(f"columns: {data.formatted.file.columns}")
-    rows = []
-    for name, pairs in data.parts.items():
-        rows.append([name, PART_USES[name], str(len(distinct_prompts(pairs))), str(len(pairs))])
+    rows = [
+        [name, PART_USES[name], str(len(distinct_prompts(pairs))), str(len(pairs))]
+        for name, pairs in data.parts.items()
+    ]
     terminal.table(["part", "for", "prompts", "pairs"], rows)
 
     low, high = wilson(sizes.eval_n / 2, sizes.eval_n)
@@ -307,5 +342,5 @@ def _length_note(data: PreparedData, *, balanced: bool) -> str | None:
         remedy = "--balance-length drops such pairs"
     except RLHFError:
         remedy = "bring more pairs in which the shorter answer is the chosen one"
-    text = f"the longer answer is the chosen one in {percent(share)} of the pairs: a reward model may learn that"
+    text = f"the longer answer is the chosen one in {whole_percent(share)} of the pairs: a reward model may learn that"
     return f"{text}; {remedy}"

@@ -17,8 +17,8 @@ from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 from rlhf_cli.runs.layout import configs_folder
 
-COPIED = (".yaml", ".py", ".jinja")
-BASE = "base"  # subfolder: a run that trains the base model
+COPIED = (".yaml", ".py")
+BASE_FOLDER = "base"  # subfolder: a run that trains the base model
 
 
 @dataclass(frozen=True)
@@ -26,31 +26,30 @@ class Preset:
     """A folder of configs/, with the size of its synthetic data, commands to run before `rlhf run`, its base model."""
 
     description: str
-    sizes: world.Sizes | None = None
-    problems: arithmetic.Sizes | None = None
+    world_sizes: world.Sizes | None = None
+    arithmetic_sizes: arithmetic.Sizes | None = None
     preparation: str = ""
-    base: Mapping[str, Any] | None = None  # fields of the config of a base model that needs a GPU
+    base_config: Mapping[str, Any] | None = None  # fields of the config of a base model that needs a GPU
     prompt: int = 0  # tokens of the longest prompt that is planned for
 
     def write_data(self, folder: Path, seed: int) -> None:
         """Write the synthetic data into a folder, if there is any."""
-        if self.sizes:
-            world.write(folder, seed, self.sizes)
-        if self.problems:
-            arithmetic.write(folder, seed, self.problems)
+        if self.world_sizes:
+            world.write(folder, seed, self.world_sizes)
+        if self.arithmetic_sizes:
+            arithmetic.write(folder, seed, self.arithmetic_sizes)
 
 
 def _preset(table: dict[str, Any]) -> Preset:
     """Return the preset of a table of presets.toml."""
-    if "sizes" in table:
-        table["sizes"] = world.Sizes(**table["sizes"])
-    if "problems" in table:
-        table["problems"] = arithmetic.Sizes(**table["problems"])
+    for name, kind in (("world_sizes", world.Sizes), ("arithmetic_sizes", arithmetic.Sizes)):
+        if name in table:
+            table[name] = kind(**table[name])
     return Preset(**table)
 
 
-TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
-PRESETS = {name: _preset(table) for name, table in TABLES.items()}
+_TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+PRESETS = {name: _preset(table) for name, table in _TABLES.items()}
 
 
 def init(
@@ -73,29 +72,29 @@ def init(
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS) or "rlhf init --list"
         raise RLHFError("C07", f"no preset {name!r}; there are {', '.join(PRESETS)}", hint=hint)
-    if (adapters or gpu) and not PRESETS[name].base:
+    preset = PRESETS[name]
+    if (adapters or gpu) and not preset.base_config:
         text = f"--{'adapters' if adapters else 'gpu'} belongs to presets of a large model, and {name} has none"
         raise RLHFError("C11", text, hint="remove it")
 
-    preset = PRESETS[name]
     memory = None
     with all_or_nothing(folder) as scratch:
         stages = _copy_configs(configs_folder() / name, scratch, seed)
-        if baselines:
+        if baselines:  # dpo.yaml is fitted to the GPU, too
             write_dpo(scratch)
             stages |= {"sft", "dpo"}
         json_schema.write_schemas(scratch, sorted(stages))
         preset.write_data(scratch, seed)
-        if preset.base:
-            from rlhf_cli.commands.init.fit_preset import fit_preset
+        if preset.base_config:
+            from rlhf_cli.commands.init.fit_preset import fit_preset  # imports torch
 
-            memory = fit_preset(scratch, preset.base, preset.prompt, adapters, gpu)
-        if baselines:
+            memory = fit_preset(scratch, preset.base_config, preset.prompt, adapters=adapters, gpu=gpu)
+        if baselines:  # with the sizes that fit
             write_best_of(scratch)
 
     if memory:
         terminal.out(memory)
-    if preset.sizes and preset.sizes.texts:
+    if preset.world_sizes and preset.world_sizes.texts:
         _train_base(folder)
     steps = [f"rlhf run {shell_path(folder)}"]
     if preset.preparation:
@@ -120,7 +119,7 @@ def _copy_configs(source: Path, folder: Path, seed: int) -> set[str]:
 def _train_base(folder: Path) -> None:
     """Train the base model of a preset, in a separate run. Exits with its code if that fails."""
     terminal.say(f"init     {shown(folder)}: training its base model, once")
-    result = subprocess.run([*RLHF_COMMAND, "run", str(folder / BASE)], check=False)
+    result = subprocess.run([*RLHF_COMMAND, "run", str(folder / BASE_FOLDER)], check=False)
     if result.returncode:
-        terminal.say(f"init     not finished; resume with: rlhf run {shell_path(folder / BASE)}")
+        terminal.say(f"init     not finished; resume with: rlhf run {shell_path(folder / BASE_FOLDER)}")
         raise SystemExit(result.returncode)

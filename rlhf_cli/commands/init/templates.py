@@ -11,19 +11,15 @@ from rlhf_cli.runs.layout import configs_folder
 
 
 def write_config(stage: str, file: Path, template: str, values: Mapping[str, Any], run: Path | None = None) -> None:
-    """Write a config from a template of configs/ and load it; its schema is in the folder `run` (None: its own).
+    """Write a config from a template of configs/; loading it checks it.
 
-    The inner values of a dict of `values` are written as YAML.
+    Its schema is below the folder `run`, by default its own. Templates write a value as YAML with the filter `yaml`.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    written = dict(values)
-    for key, value in values.items():
-        if isinstance(value, dict):
-            written[key] = {name: to_yaml(each) for name, each in value.items()}
-
     environment = Environment(loader=FileSystemLoader(configs_folder()), undefined=StrictUndefined, trim_blocks=True)
-    text = align_comments(environment.get_template(template).render(written))
+    environment.filters["yaml"] = to_yaml
+    text = align_comments(environment.get_template(template).render(values))
     schema = (run or file.parent) / json_schema.FOLDER / f"{stage}.json"
     file.write_text(json_schema.with_modeline(text, file, schema), encoding="utf-8")
     config.load(stage, file)

@@ -90,7 +90,7 @@ def test_every_form_becomes_parts_without_a_common_prompt(
     expected = {p: (c, r) for p, c, r in ROWS}[opening(first["prompt"])]
     texts = [first[key] if isinstance(first[key], str) else first[key][0]["content"] for key in ("chosen", "rejected")]
     assert tuple(text.strip() for text in texts) == expected
-    for stage in preferences.STAGES:
+    for stage in preferences.REQUIRED_STAGES:
         assert complaints(run / f"{stage}.yaml") == []  # by the schema that it names
     prompt, template = rows(run, "prompts")[0]["prompt"], config.load("sft", run / "sft.yaml").model.chat_template
     assert isinstance(prompt, list) == (template == "chatml") == (form == "conversations")
@@ -178,6 +178,8 @@ def test_other_column_names(world: World, tmp_path: Path) -> None:
 def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/ppo.yaml").write_text("mine")
+    (tmp_path / "has dpo").mkdir()
+    (tmp_path / "has dpo/dpo.yaml").write_text("mine")
     for stage in ("sft", "ppo"):
         (tmp_path / "a run" / stage).mkdir(parents=True)
         (tmp_path / "a run" / stage / "identity.json").touch()
@@ -185,6 +187,10 @@ def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp
     hint = f"hint: did you mean {tmp_path / 'a run/sft'} or {tmp_path / 'a run/ppo'}?\n"
     cases: list[tuple[list[Any], tuple[str, ...]]] = [
         (["preferences", tmp_path / "taken", "--data", columns, "--base", base], ("error[C15]: ", "ppo.yaml")),
+        (
+            ["preferences", tmp_path / "has dpo", "--data", columns, "--base", tmp_path / "no model", "--baselines"],
+            ("error[C15]: ", "dpo.yaml"),  # before the model is read
+        ),
         (
             ["preferences", new, "--data", tmp_path / "column.jsonl", "--base", base],
             ("error[D01]: --data: ", "columns.jsonl?"),
@@ -293,7 +299,7 @@ def test_a_slow_cpu_with_bfloat16_gets_it_and_fewer_passes(
     monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(200.0, 400.0, bf16_gain=1.5))
     run = tmp_path / "run"
     assert "tokens a second in bfloat16" in must_succeed(init(run, data["columns"], world.base)).stdout
-    made: dict[str, Any] = {stage: config.load(stage, run / f"{stage}.yaml") for stage in preferences.STAGES}
+    made: dict[str, Any] = {stage: config.load(stage, run / f"{stage}.yaml") for stage in preferences.REQUIRED_STAGES}
     assert all(getattr(each, stage).bf16 for stage, each in made.items())
     assert (made["ppo"].ppo.num_ppo_epochs, made["ppo"].ppo.num_mini_batches) == (1, 4)
 

@@ -38,7 +38,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands.append(command)
         return SimpleNamespace(returncode=143 if "stopped" in command[-1] else 0)
 
-    monkeypatch.setitem(presets.PRESETS, "demo", replace(presets.PRESETS["demo"], sizes=Sizes(50, 50, 50, 20)))
+    monkeypatch.setitem(presets.PRESETS, "demo", replace(presets.PRESETS["demo"], world_sizes=Sizes(50, 50, 50, 20)))
     monkeypatch.setattr(subprocess, "run", run)
     return commands
 
@@ -119,7 +119,7 @@ def steps_of_init(folder: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int | 
         patch.setattr(Path, "write_text", counting(Path.write_text))
         patch.setattr(jsonl, "write_jsonl", counting(jsonl.write_jsonl))
         patch.setattr(shutil, "rmtree", counting(shutil.rmtree))
-        patch.setitem(presets.PRESETS, "ci", replace(presets.PRESETS["ci"], sizes=Sizes(0, 4, 4, 2)))
+        patch.setitem(presets.PRESETS, "ci", replace(presets.PRESETS["ci"], world_sizes=Sizes(0, 4, 4, 2)))
         patch.setattr(world, "write_jsonl", jsonl.write_jsonl)
         try:
             presets.init("ci", folder, seed=3)

@@ -171,7 +171,7 @@ def test_a_fifth_of_the_pairs_and_twenty_prompts_must_fit_and_the_hint_names_pos
 
 
 INPUTS = SizingInputs(
-    rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
+    file_rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
     limits=TokenLimits(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0, prompt_max=56),
     parameters=600_000,
     placement=Placement(None, rows=MAX_ROWS, fullest="ppo", bytes=10**9),
@@ -182,7 +182,7 @@ INPUTS = SizingInputs(
 
 
 def with_rows(**counts: int) -> SizingInputs:
-    return replace(INPUTS, rows={**INPUTS.rows, **counts})
+    return replace(INPUTS, file_rows={**INPUTS.file_rows, **counts})
 
 
 def test_learning_rates_meet_their_anchors() -> None:
@@ -194,14 +194,14 @@ def test_learning_rates_meet_their_anchors() -> None:
 @pytest.mark.parametrize("prompts", [2, 3, 9, 31, 64, 5000])
 def test_an_update_needs_no_more_prompts_than_there_are(prompts: int) -> None:
     sizes = choose_sizes(with_rows(prompts=prompts), None)
-    assert sizes.ppo_rows * sizes.ppo_parts == EPISODES_PER_UPDATE and sizes.total_episodes % EPISODES_PER_UPDATE == 0
+    assert sizes.total_episodes % EPISODES_PER_UPDATE == 0
     assert EPISODES_PER_UPDATE // sizes.samples <= prompts
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(1, 1), (6, 2), (9, 4), (299, 8), (300, 16), (5000, 32)])
 def test_a_batch_is_at_most_half_the_rows(rows: int, batch: int) -> None:
     sft = choose_sizes(with_rows(sft=rows), None).sft
-    assert sft.rows * sft.parts == batch
+    assert sft.batch_rows * sft.accumulation_steps == batch
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,10 @@ def test_a_short_time_means_fewer_steps_and_a_note() -> None:
     assert slow.sft.max_steps == slow.sft.steps == 10 and slow.updates == 10
     assert (long.ppo_epochs, slow.ppo_epochs) == (4, 1)
     assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.note
-    unknown = choose_sizes(replace(INPUTS, speed=None), 1)  # by the data only
+    unmeasured = replace(INPUTS, speed=None)
+    unknown = choose_sizes(unmeasured, 1)  # by the data only
     assert unknown.minutes is None and unknown.sft.max_steps is None and unknown.updates == 50
+    assert unknown.note.startswith("--minutes has no effect") and not choose_sizes(unmeasured, None).note
 
 
 # Memory
@@ -269,6 +271,7 @@ def test_a_base_without_a_chat_template_that_does_not_fit_is_an_error_with_the_r
     command = ("init", "preferences", "--data", pairs, "--base", base, "--gpu", "0.09", tmp_path / "run")
     says = ("the base model has no chat template, and adapters", "with a chat template, add --plain, or take a smaller")
     assert is_one_error(rlhf(*command), "E03", *says)
+    assert is_one_error(rlhf(*command, "--adapters", "lora"), "C17", "--adapters lora: the base", "add --plain")
     assert "memory: LoRA adapters on one" in must_succeed(rlhf(*command, "--plain")).stdout
     assert "chat_template" not in (tmp_path / "run/sft.yaml").read_text()
 
