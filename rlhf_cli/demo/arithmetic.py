@@ -126,7 +126,7 @@ def problems(templates: list[Template], count: int, draw: random.Random, used: U
 
 
 def _of_kind(templates: list[Template], steps: int, limits: tuple[int, int]) -> list[Template]:
-    """Return the templates with so many steps, and with products only of small numbers."""
+    """Return the templates with this number of steps; those with products if the numbers are small."""
     fitting = [template for template in templates if len(template.operations) == steps]
     return [template for template in fitting if limits == SMALL or "*" not in template.operations]
 

@@ -199,7 +199,7 @@ def init_process_group() -> ProcessGroup:
 
 
 def _rendezvous(count: int) -> dist.Store:
-    """Return the processes' store once all are there. Raises RLHFError E04 if they do not come."""
+    """Return the processes' store once all have started. Raises RLHFError E04 if one does not."""
     started = 1
     detail = ""
     try:
