@@ -193,7 +193,8 @@ def estimate_advantages(
     samples = settings.num_samples_per_prompt
     returns = None
     if values is not None:
-        advantages, returns = losses.gae(rewards, values, mask, gamma=settings.gamma, lam=settings.lam)
+        estimate = losses.VALUE_ADVANTAGES[settings.advantage]
+        advantages, returns = estimate(rewards, values, mask, settings.gamma, settings.lam)
     elif rollout.has_groups(samples):
         advantages = losses.group_advantages(rewards, mask, samples, settings.advantage)
     else:

@@ -25,9 +25,14 @@ NOISE_CHUNK_ELEMENTS_CPU = 2**17  # random numbers made at once on a CPU: they f
 
 
 class RolloutEngine(Protocol):
-    """Generates responses to prompts, with the policy's weights."""
+    """Generates responses to prompts, with the policy's weights.
 
-    deterministic: ClassVar[bool]  # row i's tokens depend on `prompts.seeds[i]` alone
+    An engine of this process may also have `model`, which it samples from (default: the policy), and `batch_size`, rows
+    at a time, which is set to what fits in memory. Any may have `name`, for the manifest, and the `temperature` and
+    `bf16` that it samples with, which are compared with the settings.
+    """
+
+    deterministic: ClassVar[bool]  # row i's tokens depend on `prompts.seeds[i]` alone: each process draws its rows
 
     def generate(self, prompts: Prompts) -> Rollout:
         """Return responses of at most `prompts.response_length` tokens, with the engine's own log-probs of them."""

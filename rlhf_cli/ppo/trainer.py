@@ -443,11 +443,14 @@ class PPOTrainer:
         token_sums = sum_metrics(rank.token_sums for rank in ranks)
         stats = {name: total / num_tokens for name, total in token_sums.items()}
         stats |= sum_metrics(rank.ptx for rank in ranks)
+        for rank in ranks:
+            if rank.error:  # before the ratio: a skipped step would hide the error
+                raise rank.error
 
         limit = self.settings.ratio_threshold
         skipped = limit is not None and stats["val/ratio"] > limit
         if not skipped:
-            stats |= self._optimizer_step(ranks)
+            stats |= self._optimizer_step()
         stats["ratio_error"] = max(rank.max_ratio_error for rank in ranks)
         stats["skipped"] = float(skipped)
         return stats
@@ -485,12 +488,8 @@ class PPOTrainer:
             completions.append(completion)
         return Rollout.from_lists(prompts, completions).to(self.policy.device)
 
-    def _optimizer_step(self, ranks: list[MinibatchStats]) -> Stats:
-        """Clip gradients and step; return the norms. Raises RLHFError R01 before stepping if a number is not finite."""
-        for rank in ranks:
-            if rank.error:
-                raise rank.error
-
+    def _optimizer_step(self) -> Stats:
+        """Clip gradients and step; return the norms. Raises RLHFError R01 before stepping if one is not finite."""
         norms: Stats = {}
         for name, model in self.trained_models.items():
             self.parallel.all_reduce_gradients(model)

@@ -185,6 +185,13 @@ def bad_loss(trainer, experience):
     trainer.update(experience)
 
 
+def bad_ratio(trainer, experience):
+    """The mean ratio exceeds ratio_threshold, too."""
+    experience.logprobs[0] -= 200
+    experience.advantages[0] = -1
+    trainer.update(experience)
+
+
 def bad_gradient(name: str):
     def update(trainer, experience):
         next(getattr(trainer, name).parameters()).register_hook(lambda grad: grad * float("inf"))
@@ -198,6 +205,7 @@ def bad_gradient(name: str):
     [
         (bad_score, "score `reward` is not finite in row 1"),
         (bad_loss, "loss is not finite in row 0"),
+        (bad_ratio, "loss is not finite in row 0"),
         (bad_gradient("policy"), "policy gradient is not finite"),
         (bad_gradient("value"), "value gradient is not finite"),
     ],
