@@ -17,7 +17,8 @@ from torch import Tensor
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES, Action, LengthRange, PPOSettings, Signal, WatchdogSettings
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch
-from rlhf_cli.ppo.experience import Experience, RunningMeanStd, Stats
+from rlhf_cli.ppo.experience import Experience, Stats
+from rlhf_cli.ppo.scores import RunningMeanStd
 from rlhf_cli.rewards.function import may_skip_rows
 
 MAX_EQUAL_REWARD_UPDATES = 10  # consecutive ones that end a run

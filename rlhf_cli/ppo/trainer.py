@@ -21,19 +21,7 @@ from rlhf_cli.models import devices, forward, lora, sharding
 from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import losses, monitor
-from rlhf_cli.ppo.experience import (
-    Experience,
-    MinibatchRows,
-    RunningMeanStd,
-    ScoreResult,
-    Stats,
-    apply_penalties,
-    as_row_scores,
-    call_source,
-    estimate_advantages,
-    normalize_scores,
-    weighted_sum,
-)
+from rlhf_cli.ppo.experience import Experience, Minibatch, Stats, estimate_advantages
 from rlhf_cli.ppo.forward_backward import (
     MinibatchStats,
     max_micro_batch_tokens,
@@ -43,6 +31,15 @@ from rlhf_cli.ppo.forward_backward import (
 from rlhf_cli.ppo.model_setup import prepare_models
 from rlhf_cli.ppo.optimizer import WeightAverage, build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
+from rlhf_cli.ppo.scores import (
+    RunningMeanStd,
+    ScoreResult,
+    apply_penalties,
+    as_row_scores,
+    call_source,
+    normalize_scores,
+    weighted_sum,
+)
 from rlhf_cli.progress import says_if_slow, track_progress
 from rlhf_cli.rewards.function import FunctionReward, RolloutReward
 
@@ -282,7 +279,7 @@ class PPOTrainer:
         with says_if_slow(f"ppo      reward `{name}`") if is_function else nullcontext():
             return call_source(source, rollout, self.process_group)
 
-    def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
+    def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[Minibatch, ...]:
         """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""
         num_rows = len(rollout)
         num_minibatches = min(self.settings.num_mini_batches, num_rows)
@@ -293,7 +290,7 @@ class PPOTrainer:
         minibatches = order.tensor_split(num_minibatches)
         return tuple(self._split_minibatch(rollout, rows) for rows in minibatches)
 
-    def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> MinibatchRows:
+    def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> Minibatch:
         """Split the rows of a minibatch into micro-batches of rows of similar length."""
         on_cpu = self.policy.device.type == "cpu"
         micro_batches = split_into_micro_batches(
@@ -410,7 +407,7 @@ class PPOTrainer:
         named = [group for group in groups if group.get("name", "").startswith(name)]
         return float((named or groups)[0]["lr"])
 
-    def _train_minibatch(self, experience: Experience, minibatch: MinibatchRows, epoch: int = 0) -> Stats:
+    def _train_minibatch(self, experience: Experience, minibatch: Minibatch, epoch: int = 0) -> Stats:
         """Take one optimizer step on the mean loss over the minibatch's response tokens; return its metrics."""
         runner = self.model_runner
         num_tokens = int(experience.mask[torch.cat(minibatch)].sum())
@@ -460,7 +457,7 @@ class PPOTrainer:
         """False in the first updates with value_only_updates."""
         return self.updates >= self.settings.value_only_updates
 
-    def _backward_ptx(self, minibatch: MinibatchRows, epoch: int) -> Stats:
+    def _backward_ptx(self, minibatch: Minibatch, epoch: int) -> Stats:
         """Add the gradient of the language-model loss over ptx rows, one sampled for each episode of the minibatch."""
         if not self.ptx or not self._trains_policy:
             return {}
@@ -477,7 +474,7 @@ class PPOTrainer:
             loss += self.model_runner.backward_ptx(micro_batch, is_real / num_tokens)
         return {"loss/ptx_avg": loss}
 
-    def _draw_ptx_rows(self, minibatch: MinibatchRows, epoch: int) -> Rollout:
+    def _draw_ptx_rows(self, minibatch: Minibatch, epoch: int) -> Rollout:
         """Draw a ptx row for each episode of the minibatch, with prompt and completion as prompt and response."""
         prompts = []
         completions = []

@@ -22,9 +22,9 @@ from rlhf_cli.config.ppo import SCHEDULERS, PPOSettings
 from rlhf_cli.models import forward, sharding
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo import trainer as trainer_module
-from rlhf_cli.ppo.experience import RunningMeanStd
 from rlhf_cli.ppo.optimizer import WeightAverage
 from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.scores import RunningMeanStd
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward
 from rlhf_cli.rewards.model import COMBINE, EnsembleReward, ModelReward

@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models import forward
 from rlhf_cli.models.batch import Prompts, Rollout
-from rlhf_cli.ppo.experience import Experience, RunningMeanStd, ScoreResult
+from rlhf_cli.ppo.experience import Experience
 from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
 

@@ -2,7 +2,7 @@
 
 tests/commands/test_verify.py compares the options that change numbers with an independent implementation.
 
-Modules: `ppo/experience.py`.
+Modules: `ppo/experience.py`, `ppo/scores.py`.
 """
 
 import math
@@ -18,7 +18,7 @@ from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models import forward
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import rollout
-from rlhf_cli.ppo.experience import RunningMeanStd
+from rlhf_cli.ppo.scores import RunningMeanStd
 
 
 def test_writing_out_a_default_leaves_the_run_bit_identical():
