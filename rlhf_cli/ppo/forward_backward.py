@@ -356,7 +356,7 @@ class ModelRunner:
         return slices(num_tokens, size)
 
     @contextmanager
-    def scoring_context(self) -> Iterator[None]:
+    def forward_context(self) -> Iterator[None]:
         """Context manager of `forward`: compiled layers, and checkpoints where the policy runs as in training."""
         models = self.trained_backbones if self.compiled else []
         with self.compiled_layers(), forward.gradient_checkpointing(*models):

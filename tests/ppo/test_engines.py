@@ -1,6 +1,6 @@
 """What every rollout engine must hold: `models.engine` hf, graph, and vllm by a stand-in for the server.
 
-Modules: `ppo/graph_engine.py`.
+Modules: `ppo/graph_engine.py`, `ppo/engine_check.py`.
 """
 
 import copy

@@ -198,7 +198,7 @@ def weight_changes(before: Weights, after: Weights) -> Values:
 
 
 def average_of(trainer: PPOTrainer) -> dict[str, Tensor]:
-    return trainer.average.state_dict() if trainer.average else {}
+    return trainer.weight_average.state_dict() if trainer.weight_average else {}
 
 
 # The state that both start from
