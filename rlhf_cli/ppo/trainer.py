@@ -23,6 +23,7 @@ from rlhf_cli.ppo import engine_check, losses, monitor
 from rlhf_cli.ppo.experience import Experience, Minibatch, Stats, estimate_advantages
 from rlhf_cli.ppo.forward_backward import (
     MinibatchStats,
+    StepResult,
     max_micro_batch_tokens,
     mean_over_steps,
     sum_metrics,
@@ -318,7 +319,7 @@ class PPOTrainer:
         trained_policy = self._trains_policy
         learning_rates = {LEARNING_RATE_METRICS[name]: self._learning_rate(name) for name in self.trained_models}
 
-        step_stats, num_epochs = self._train_epochs(experience)
+        steps, num_epochs = self._train_epochs(experience)
         self._check_weights()
         self.optimizer.zero_grad(set_to_none=True)  # the memory of the gradients is for the next rollout
 
@@ -333,7 +334,7 @@ class PPOTrainer:
             "episode": self.updates * num_episodes,
             "policy/epochs": num_epochs,
             **experience.metrics(kl_in_reward=settings.kl_in == "reward"),
-            **mean_over_steps(step_stats),
+            **mean_over_steps(steps),
             **learning_rates,
         }
         if settings.adap_kl_ctrl and trained_policy:  # otherwise the KL does not depend on the coefficient
@@ -346,12 +347,12 @@ class PPOTrainer:
             )
         return stats
 
-    def _train_epochs(self, experience: Experience) -> tuple[list[Stats], int]:
-        """Train until the last epoch or early_stopping; return the metrics of each step, and the number of epochs."""
+    def _train_epochs(self, experience: Experience) -> tuple[list[StepResult], int]:
+        """Train until the last epoch or early_stopping; return each step's result, and the number of epochs."""
         settings = self.settings
         needs_ref = self.model_runner.exact_kl_in_loss
         minibatches = experience.minibatches
-        steps: list[Stats] = []
+        steps: list[StepResult] = []
         self.engine_is_current = False
 
         with self.ref_on_device() if needs_ref else nullcontext():
@@ -359,15 +360,15 @@ class PPOTrainer:
                 if epoch > 0:
                     minibatches = self._make_minibatches(experience.rollout, epoch)
                 for minibatch in track_progress("minibatch", minibatches):
-                    stats = self._train_minibatch(experience, minibatch, epoch)
-                    steps.append(stats)
+                    steps.append(self._train_minibatch(experience, minibatch, epoch))
 
-                if settings.early_stopping and stats["policy/policykl"] > 1.5 * settings.target_kl:
+                last_kl = steps[-1].metrics["policy/policykl"]  # before the step of the epoch's last minibatch
+                if settings.early_stopping and last_kl > 1.5 * settings.target_kl:  # 1.5 as in TRL 0.11
                     break
         return steps, epoch + 1
 
-    def _train_minibatch(self, experience: Experience, minibatch: Minibatch, epoch: int = 0) -> Stats:
-        """Take one optimizer step on the mean loss over the minibatch's response tokens; return its metrics."""
+    def _train_minibatch(self, experience: Experience, minibatch: Minibatch, epoch: int) -> StepResult:
+        """Take one optimizer step on the mean loss over the minibatch's response tokens."""
         runner = self.model_runner
         num_tokens = int(experience.mask[torch.cat(minibatch)].sum())
         results = []
@@ -387,7 +388,7 @@ class PPOTrainer:
                     tokens,
                     micro_batch,
                     experience.kl_coef,
-                    scale=is_real / num_tokens,
+                    scale=1 / num_tokens if is_real else 0.0,  # padding takes part in the collectives only
                     train_policy=self._trains_policy,
                 )
                 if is_real:
@@ -407,9 +408,7 @@ class PPOTrainer:
         skipped = max_ratio is not None and stats["val/ratio"] > max_ratio
         if not skipped:
             stats |= self._optimizer_step()
-        stats["ratio_error"] = max(rank.max_ratio_error for rank in ranks)
-        stats["skipped"] = float(skipped)
-        return stats
+        return StepResult(stats, max(rank.max_ratio_error for rank in ranks), skipped)
 
     @property
     def _trains_policy(self) -> bool:
@@ -430,7 +429,7 @@ class PPOTrainer:
         assigned = self.parallel.micro_batches_of_rank(micro_batches)
         for rows, is_real in assigned:
             micro_batch = ptx_rows.micro_batch(rows)
-            loss += self.model_runner.backward_ptx(micro_batch, is_real / num_tokens)
+            loss += self.model_runner.backward_ptx(micro_batch, 1 / num_tokens if is_real else 0.0)
         return {"loss/ptx_avg": loss}
 
     def _draw_ptx_rows(self, minibatch: Minibatch, epoch: int) -> Rollout:
@@ -503,8 +502,9 @@ class PPOTrainer:
     def _forward(self, rollout: Rollout, micro_batches: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the models' outputs, (B, R) each and 0 outside the response mask, by the update's micro-batches."""
         runner = self.model_runner
+        # At least float32; float64 models, as in tests, keep their precision.
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
-        outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in runner.outputs}
+        outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in runner.output_names}
 
         with (
             self.parallel.minibatch_context(),
@@ -515,7 +515,7 @@ class PPOTrainer:
             for rows, is_real in track_progress("log-probs: micro-batch", assigned):
                 micro_batch = rollout.micro_batch(rows)
                 for name, values in runner.forward(micro_batch).items():
-                    if is_real:
+                    if is_real:  # each row is of one rank: the sum over the ranks below is its value
                         outputs[name][micro_batch.response_index] = values
 
         self.process_group.all_reduce(outputs.values())

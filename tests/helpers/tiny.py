@@ -148,7 +148,7 @@ def gradient(ours: PPOTrainer, experience: Experience) -> torch.Tensor:
     """The gradient of one optimizer step over the whole experience, policy and value; takes no step."""
     (minibatch,) = experience.minibatches
     ours.optimizer.step = lambda: None
-    ours._train_minibatch(experience, minibatch)
+    ours._train_minibatch(experience, minibatch, epoch=0)
     weights = [p for model in (ours.policy, ours.value) for p in model.parameters() if p.grad is not None]
     return torch.cat([p.grad.reshape(-1).clone() for p in weights])
 

@@ -329,7 +329,7 @@ def recorded(**changes):
     steps, plain = [], trainer._train_minibatch
     trainer._train_minibatch = lambda *args: (steps.append(plain(*args)), steps[-1])[1]
     stats = trainer.update(experience)
-    return trainer, [step["policy/policykl"] for step in steps], stats
+    return trainer, [step.metrics["policy/policykl"] for step in steps], stats
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
