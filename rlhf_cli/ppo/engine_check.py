@@ -32,43 +32,39 @@ def require_small_gap(
     logprobs_alone: LogprobsAlone,
     draw_alone: DrawAlone,
 ) -> None:
-    """Raise RLHFError R19 if the engine's log-probs differ by more than `limit` nats a token on average."""
-    mean = float(experience.logprob_gap.mean())  # NaN without the engine's
-    if mean > limit:
-        cause, hint = _gap_cause(experience, limit, logprobs_alone, draw_alone)
-        difference = f"the engine's log-probs differ from the policy's by {mean:.3g} nats a token"
-        text = f"step {step}: {difference}, more than ppo.max_logprob_gap {limit:g}"
-        text = f"{text}: {cause}; nothing was trained on them"
-        raise RLHFError("R19", text, hint=f"the same command resumes; {hint}")
+    """Raise RLHFError R19 if the engine's log-probs differ by more than `limit` nats a token on average.
 
+    The cause is that of the worst row, which the policy, and then the engine, compute alone.
+    """
+    mean = float(experience.logprob_gap.mean())
+    if not mean > limit:  # NaN without the engine's log-probs
+        return
 
-def _gap_cause(
-    experience: Experience,
-    limit: float,
-    logprobs_alone: LogprobsAlone,
-    draw_alone: DrawAlone,
-) -> tuple[str, str]:
-    """Return why the log-probs differ, and a hint: by the worst row, which policy and engine compute alone."""
     gaps = torch.zeros_like(experience.logprobs)
     gaps[experience.mask] = experience.logprob_gap
     row = int(gaps.sum(1).argmax())
-
     part = slice(row, row + 1)
     one = experience.rollout.rows(part)
-    gap = _mean_gap(one, experience.logprobs[part], logprobs_alone(one))
+
+    gap = _mean_gap(one, experience.logprobs[part], logprobs_alone)
+    again = draw_alone(one, row) if gap <= limit else None
     if gap > limit:
         cause = f"the policy's passes over a batch differ by {gap:.2g} nats a token from those of row {row} alone"
-        return cause, "set ppo.packing: false, or ppo.per_device_train_batch_size: 1"
+        hint = "set ppo.packing: false, or ppo.per_device_train_batch_size: 1"
+    elif again is not None and _mean_gap(again, again.logprobs, logprobs_alone) <= limit:
+        cause = f"what the engine draws depends on the padding beside a row; row {row} drawn alone is right"
+        hint = "set ppo.local_rollout_forward_batch_size: 1"
+    else:
+        cause = "it draws from other weights"
+        hint = "check that the engine gets the last weights"
 
-    again = draw_alone(one, row)
-    if again is not None:
-        assert again.logprobs is not None
-        if _mean_gap(again, again.logprobs, logprobs_alone(again)) <= limit:
-            cause = f"what the engine draws depends on the padding beside a row; row {row} drawn alone is right"
-            return cause, "set ppo.local_rollout_forward_batch_size: 1"
-    return "it draws from other weights", "check that the engine gets the last weights"
+    difference = f"the engine's log-probs differ from the policy's by {mean:.3g} nats a token"
+    text = f"step {step}: {difference}, more than ppo.max_logprob_gap {limit:g}: {cause}; nothing was trained on them"
+    raise RLHFError("R19", text, hint=f"the same command resumes; {hint}")
 
 
-def _mean_gap(one: Rollout, logprobs: Tensor, alone: Tensor) -> float:
-    """Return the mean difference, in nats a token, of two log-probs (1, R) of a rollout of one row."""
-    return float((alone - logprobs)[one.response_mask].abs().mean())
+def _mean_gap(one: Rollout, logprobs: Tensor | None, logprobs_alone: LogprobsAlone) -> float:
+    """Return the mean difference, in nats a token, of `logprobs` (1, R) from those of a row alone."""
+    assert logprobs is not None
+    gaps = logprobs_alone(one) - logprobs
+    return float(gaps[one.response_mask].abs().mean())

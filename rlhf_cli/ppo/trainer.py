@@ -293,14 +293,10 @@ class PPOTrainer:
         """Draw the response of a rollout of one row, `row` of the last one, again; None if the batch decides it."""
         if not self.engine.deterministic:
             return None
-        width = one.prompt_width
-        prompt = Prompts(
-            one.ids[:, :width],
-            one.mask[:, :width],
-            seeds=(derive_seed(self.seed, "sample", self.updates, row),),
-            response_length=one.response_mask.shape[1],
-        )
-        return self._draw(prompt, self.engine).to(one.ids.device)
+        prompt = Prompts.from_lists([one.prompt_tokens(0)])
+        seed = derive_seed(self.seed, "sample", self.updates, row)
+        seeded = replace(prompt, seeds=(seed,), response_length=one.response_mask.shape[1])
+        return self._draw(seeded, self.engine).to(one.ids.device)
 
     # Update
 
