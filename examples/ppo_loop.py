@@ -1,6 +1,7 @@
 """RLHF in one file: SFT, a reward model and PPO, in a world of 14 words. `python examples/ppo_loop.py` takes a minute.
 
 This is the plain form of what `rlhf_cli/ppo` does fast, by the same equations; a test compares the numbers of the two.
+gae, policy_loss and value_loss are in `rlhf_cli/ppo/losses.py`, make_experience and update in `trainer.py` there.
 Each row is computed alone, so there is no padding and no mask. T is the number of tokens of a response.
 """
 
@@ -67,6 +68,10 @@ class Row:
         return torch.tensor([self.prompt + self.response])
 
 
+def encode_pair(prompt: str, answer: str) -> Row:
+    return Row(encode(prompt), encode(answer))
+
+
 def response_logprobs(model: LlamaForCausalLM, row: Row, temperature: float) -> Tensor:
     """Return the log-probability of each response token, (T,)."""
     logits = model(row.ids).logits[0, :-1] / temperature  # position t predicts token t + 1
@@ -79,6 +84,16 @@ def token_scores(model: LlamaForSequenceClassification, row: Row) -> Tensor:
     return model.score(model.base_model(row.ids).last_hidden_state)[0, :, 0]
 
 
+def response_values(model: LlamaForSequenceClassification, row: Row) -> Tensor:
+    """Return the value before each response token, (T,): the score after the token in front of it."""
+    return token_scores(model, row)[len(row.prompt) - 1 : -1]
+
+
+def score(model: LlamaForSequenceClassification, row: Row) -> Tensor:
+    """Return the score of a response, a scalar: the one after its last token."""
+    return token_scores(model, row)[-1]
+
+
 # Stage 1: supervised fine-tuning
 
 
@@ -89,7 +104,7 @@ def train_sft(steps: int) -> LlamaForCausalLM:
     for _ in range(steps):
         optimizer.zero_grad()
         for _ in range(8):
-            row = Row(encode(draw_prompt()), encode(draw_answer()))
+            row = encode_pair(draw_prompt(), draw_answer())
             logits = policy(row.ids).logits[0, len(row.prompt) - 1 : -1]
             (cross_entropy(logits, torch.tensor(row.response)) / 8).backward()
         optimizer.step()
@@ -114,16 +129,7 @@ def train_reward_model(steps: int) -> LlamaForSequenceClassification:
     return model
 
 
-def encode_pair(prompt: str, answer: str) -> Row:
-    return Row(encode(prompt), encode(answer))
-
-
-def score(model: LlamaForSequenceClassification, row: Row) -> Tensor:
-    """Return the score of a response, a scalar: the one after its last token."""
-    return token_scores(model, row)[-1]
-
-
-# Stage 3: PPO (Schulman et al. 2017; for language models Ziegler et al. 2019). Settings have their names of ppo.yaml.
+# Stage 3: PPO (Schulman et al. 2017; for language models Ziegler et al. 2019). The settings are named as in ppo.yaml.
 
 
 @dataclass
@@ -145,7 +151,7 @@ class Settings:
 
 @dataclass
 class Experience:
-    """What an update trains on; all (T,)."""
+    """What an update trains on, for a row: each tensor (T,)."""
 
     row: Row
     logprobs: Tensor  # of the policy that generated the response
@@ -183,20 +189,20 @@ def make_experience(
     policy: LlamaForCausalLM,
     ref: LlamaForCausalLM,
     value: LlamaForSequenceClassification,
-    reward: Callable[[Row], float | Tensor],
+    score_row: Callable[[Row], float | Tensor],
     rows: list[Row],
     settings: Settings,
 ) -> list[Experience]:
-    """Compute rewards and advantages of the rows."""
+    """Compute all that an update needs of the rows, before it changes the models; `score_row` is the reward model."""
     experiences = []
     for row in rows:
         logprobs = response_logprobs(policy, row, settings.temperature)
         ref_logprobs = response_logprobs(ref, row, settings.temperature)
-        values = token_scores(value, row)[len(row.prompt) - 1 : -1]
+        values = response_values(value, row)
 
         # The score is given at the last token, and each token costs its estimated KL from the reference.
         rewards = -settings.kl_coef * (logprobs - ref_logprobs)
-        rewards[-1] += reward(row)
+        rewards[-1] += score_row(row)
         if row.response[-1] != END:
             rewards[-1] -= settings.missing_eos_penalty
 
@@ -204,10 +210,12 @@ def make_experience(
         returns = advantages + values
         experiences.append(Experience(row, logprobs, ref_logprobs, values, rewards, advantages, returns))
 
-    # Advantages are normalised over all response tokens of the update.
+    # Advantages are normalised over all response tokens of the update; the returns above are not.
     all_advantages = torch.cat([experience.advantages for experience in experiences])
+    mean = all_advantages.mean()
+    std = (all_advantages.var() + 1e-8).sqrt()
     for experience in experiences:
-        experience.advantages = (experience.advantages - all_advantages.mean()) / (all_advantages.var() + 1e-8).sqrt()
+        experience.advantages = (experience.advantages - mean) / std
     return experiences
 
 
@@ -241,7 +249,7 @@ def update(
         optimizer.zero_grad()
         for old in experiences:
             logprobs = response_logprobs(policy, old.row, settings.temperature)
-            values = token_scores(value, old.row)[len(old.row.prompt) - 1 : -1]
+            values = response_values(value, old.row)
             loss = policy_loss(logprobs, old, settings) + settings.vf_coef * value_loss(values, old, settings)
             (loss.sum() / num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)

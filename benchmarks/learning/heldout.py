@@ -26,8 +26,8 @@ from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models import interpolation
 from rlhf_cli.models.batch import Prompts
-from rlhf_cli.ppo.experience import apply_penalties
 from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.scores import apply_penalties
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages.eval.policy_evaluator import sequence_kl
 

@@ -19,8 +19,8 @@ from benchmarks.speed.workload import Reference, prompts
 from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.save import load_tree, save_tree
-from rlhf_cli.ppo.experience import apply_penalties
 from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.scores import apply_penalties
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
 

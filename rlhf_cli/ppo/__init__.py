@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from rlhf_cli.models.forward import ValueHead as ValueHead
     from rlhf_cli.ppo import losses
     from rlhf_cli.ppo.experience import Experience as Experience
+    from rlhf_cli.ppo.graph_engine import GraphEngine as GraphEngine
     from rlhf_cli.ppo.monitor import Watchdog as Watchdog
     from rlhf_cli.ppo.rollout import HFEngine as HFEngine
+    from rlhf_cli.ppo.rollout import RolloutEngine as RolloutEngine
     from rlhf_cli.ppo.trainer import PPOTrainer as PPOTrainer
     from rlhf_cli.rewards.function import FunctionReward as FunctionReward
+    from rlhf_cli.rewards.function import RolloutReward as RolloutReward
     from rlhf_cli.rewards.model import ModelReward as ModelReward
 
     formulas = losses
@@ -31,10 +34,10 @@ _import_name = import_on_first_use(
         "models.forward": "ValueHead",
         "ppo.experience": "Experience",
         "ppo.monitor": "Watchdog",
-        "ppo.rollout": "HFEngine",
+        "ppo.rollout": "HFEngine RolloutEngine",
         "ppo.graph_engine": "GraphEngine",
         "ppo.trainer": "PPOTrainer",
-        "rewards.function": "FunctionReward",
+        "rewards.function": "FunctionReward RolloutReward",
         "rewards.model": "ModelReward",
     },
 )

@@ -93,8 +93,8 @@ def policy_loss_and_metrics(
         "loss/policy_avg": surrogate,
         "policy/clipfrac_avg": clipped.float(),
         "policy/entropy_avg": entropy,
-        "policy/approxkl_avg": losses.approx_kl(logprobs, tokens.logprobs),
-        "policy/policykl": tokens.logprobs - logprobs,
+        "policy/approxkl_avg": losses.approx_kl(logprobs, tokens.logprobs),  # k2 of the old policy and this one
+        "policy/policykl": tokens.logprobs - logprobs,  # k1
         "val/ratio": ratio,
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}
@@ -121,7 +121,7 @@ class MinibatchStats:
     """Metrics that one rank accumulated over its micro-batches of a minibatch."""
 
     token_sums: Stats  # metric -> sum over the response tokens
-    ptx: Stats
+    ptx: Stats  # this rank's part of a mean: the sum over the ranks is the metric
     max_ratio_error: float  # max |ratio - 1| over the response tokens
     error: monitor.NonFiniteError | None  # of a loss that is not finite
 
@@ -142,6 +142,15 @@ class MinibatchStats:
         return cls(sums, ptx, max_ratio_error, error)
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """Metrics of an optimizer step, means over the tokens of all ranks."""
+
+    metrics: Stats
+    max_ratio_error: float
+    skipped: bool  # by ratio_threshold: no step was taken
+
+
 def sum_metrics(parts: Iterable[Stats]) -> Stats:
     """Return the sums by name; a part may lack names."""
     sums: Stats = {}
@@ -151,18 +160,15 @@ def sum_metrics(parts: Iterable[Stats]) -> Stats:
     return sums
 
 
-def mean_over_steps(steps: list[Stats]) -> Stats:
-    """Return the means over optimizer steps, without those skipped by ratio_threshold (unless all were)."""
-    taken = [step for step in steps if not step["skipped"]]
-    counted = taken or steps
+def mean_over_steps(steps: list[StepResult]) -> Stats:
+    """Return the means over optimizer steps, without those skipped (unless all were), and what else they show."""
+    taken = [step.metrics for step in steps if not step.skipped]
+    counted = taken or [step.metrics for step in steps]
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(counted)
 
-    stats: Stats = {}
-    for name in counted[0]:
-        if name not in ("ratio_error", "skipped"):
-            stats[name] = mean(step[name] for step in counted)
+    stats = {name: mean(step[name] for step in counted) for name in counted[0]}
     mean_ratio = stats["val/ratio"]
     stats["val/ratio_var"] = mean((step["val/ratio"] - mean_ratio) ** 2 for step in counted)
 
@@ -170,8 +176,8 @@ def mean_over_steps(steps: list[Stats]) -> Stats:
         stats["policy/grad_norm"] = 0.0
         if "loss/value_avg" in stats:
             stats["value/grad_norm"] = 0.0
-    stats["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
-    stats["policy/first_ratio_error"] = steps[0]["ratio_error"]
+    stats["policy/skipped_minibatches"] = float(len(steps) - len(taken))
+    stats["policy/first_ratio_error"] = steps[0].max_ratio_error
     return stats
 
 
@@ -179,8 +185,8 @@ class ModelRunner:
     """Runs the policy, reference and value models on micro-batches.
 
     `policy` and `ref` are causal models, `value` a one-label sequence classifier, a `forward.ValueHead` on the policy,
-    or None. settings.packing enables packing if all models support it: `packed`. Of the processes `loading` only the
-    main one has weights yet.
+    or None. The constructor enables packing, as set, if all models support it (`packed`): it tries them on the main
+    process of `loading`, the only one that has weights yet.
     """
 
     def __init__(
@@ -198,9 +204,9 @@ class ModelRunner:
         self.has_value_head = isinstance(value, forward.ValueHead)
         self.has_value_model = value is not None and not self.has_value_head  # a separate one
         self.trained_backbones = [policy, value] if self.has_value_model else [policy]
-        self.outputs = ["logprobs", "ref_logprobs", "kl"]  # of `forward`
+        self.output_names = ["logprobs", "ref_logprobs", "kl"]  # of `forward`
         if value is not None:
-            self.outputs.append("values")
+            self.output_names.append("values")
         self.packed = settings.packing and packing.enable([*self.trained_backbones, ref], loading)
 
     @property
@@ -272,7 +278,7 @@ class ModelRunner:
 
         with torch.set_grad_enabled(train_policy or self.compiled), self._autocast():
             hidden = forward.response_hidden_states(self.policy, micro_batch)
-        leaf = hidden.detach().requires_grad_(train_policy)
+        leaf = hidden.detach().requires_grad_(train_policy)  # collects the gradients of the chunks
         ref_hidden = None
         if self.exact_kl_in_loss:
             with torch.no_grad(), self._autocast():
@@ -356,7 +362,7 @@ class ModelRunner:
         return slices(num_tokens, size)
 
     @contextmanager
-    def scoring_context(self) -> Iterator[None]:
+    def forward_context(self) -> Iterator[None]:
         """Context manager of `forward`: compiled layers, and checkpoints where the policy runs as in training."""
         models = self.trained_backbones if self.compiled else []
         with self.compiled_layers(), forward.gradient_checkpointing(*models):

@@ -2,7 +2,7 @@
 
 Shapes: B rows, R response tokens, V vocabulary; a function without masks works on any shape.
 Masks are bool, True = counts, and select by `torch.where`: values on padding, NaN included, have no effect.
-Log-ratios are r = logp_ref - logp with samples from the policy, in nats (natural logarithm).
+Log-probs, KL and entropies are in nats (natural logarithm).
 """
 
 from collections.abc import Callable
@@ -63,7 +63,8 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: floa
     return torch.where(mask, white if shift_mean else white + mean, 0)
 
 
-# KL(pi || ref) of a token from its log-probs alone (Schulman 2020, "Approximating KL divergence"), (...) -> (...).
+# KL(pi || ref) of a token sampled from pi, from r = log ref - log pi alone, (...) -> (...) (Schulman 2020,
+# "Approximating KL divergence").
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda r: -r,
     "k2": lambda r: r**2 / 2,
@@ -154,6 +155,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         next_value = torch.where(counts, values[:, t], next_value)
         advantages[:, t] = torch.where(counts, advantage, 0)
     return advantages, torch.where(mask, advantages + values, 0)
+
+
+# Advantages and returns with a value model: (rewards, values, mask, gamma, lam) -> both (B, R).
+VALUE_ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"gae": gae}
 
 
 def rloo(returns: Tensor) -> Tensor:

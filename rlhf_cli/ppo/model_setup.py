@@ -31,11 +31,11 @@ def prepare_models(
 
     shards = bool(settings.fsdp) and process_group.world_size > 1
     loading = process_group if shards else SINGLE_PROCESS
-    runner = ModelRunner(policy, ref, value, settings, loading)
+    runner = ModelRunner(policy, ref, value, settings, loading)  # packs rows: before bfloat16, shards and devices
     _store_reference(ref, settings, shards=shards)
     if shards:
         frozen = [] if settings.offload else [ref]
-        sharded_models = _sharded_models(settings)
+        sharded_models = _sharded_models_class(settings)
         parallel: ReplicatedModels = sharded_models(process_group, runner.trained_backbones, frozen)
     else:
         parallel = ReplicatedModels(process_group)
@@ -61,7 +61,7 @@ def _store_reference(ref: Any, settings: PPOSettings, *, shards: bool) -> None:
         sharding.offload_to_cpu(ref)
 
 
-def _sharded_models(settings: PPOSettings) -> type[ShardedModels]:
+def _sharded_models_class(settings: PPOSettings) -> type[ShardedModels]:
     """Return the class of `ppo.fsdp`; nothing else imports `experimental`."""
     if settings.fsdp != "hybrid":
         return ShardedModels

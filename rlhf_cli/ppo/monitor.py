@@ -17,7 +17,8 @@ from torch import Tensor
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES, Action, LengthRange, PPOSettings, Signal, WatchdogSettings
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch
-from rlhf_cli.ppo.experience import Experience, RunningMeanStd, Stats
+from rlhf_cli.ppo.experience import Experience, Stats
+from rlhf_cli.ppo.scores import RunningMeanStd
 from rlhf_cli.rewards.function import may_skip_rows
 
 MAX_EQUAL_REWARD_UPDATES = 10  # consecutive ones that end a run
@@ -230,10 +231,10 @@ class Watchdog:
             return []
 
         alerts = []
-        for signal, source, now in self._readings(experience):
+        for signal, source, values in self._readings(experience):
             if signal in self.unavailable or getattr(limits, signal) is None:
                 continue
-            alert = self._check(limits, step, signal, source, now)
+            alert = self._check_signal(limits, step, signal, source, values)
             if alert:
                 alerts.append(alert)
         return alerts
@@ -252,16 +253,16 @@ class Watchdog:
         for name, ensemble in experience.score_result.ensembles.items():
             yield "disagreement", name, ensemble.disagreement
 
-    def _check(
+    def _check_signal(
         self,
         limits: WatchdogSettings,
         step: int,
         signal: Signal,
         source: str | None,
-        now: Tensor,
+        values: Tensor,
     ) -> Alert | None:
         """Add the update's values to the signal's window; return an alert if a full window is beyond the limit."""
-        update = RunningMeanStd.of(now)
+        update = RunningMeanStd.of(values)
         name = f"{signal} {source}" if source else signal
         state = self.signals.setdefault(name, SignalState(update, update, []))
 
@@ -276,7 +277,7 @@ class Watchdog:
         error = math.hypot(reading.standard_error, reference.standard_error)
 
         exceeds = EXCEEDS[signal](reading.mean, reference.mean, limit, error)
-        state.best = max(state.best, reading, key=lambda stats: (stats.count > 1, stats.mean))  # one has no error
+        state.best = max(state.best, reading, key=lambda stats: (stats.count > 1, stats.mean))  # one value has no error
         if not exceeds:
             return None
 

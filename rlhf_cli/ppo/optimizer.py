@@ -140,6 +140,7 @@ def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -
         end = 1e-7 / peak if peak > 1e-7 else 0.0  # transformers requires lr_end < peak
         options = {"lr_end": end}
 
+    # transformers gives schedules of an optimizer only: its function of the step is taken out.
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = get_scheduler(kind, dummy, warmup, steps, scheduler_specific_kwargs=options)
     (factor,) = schedule.lr_lambdas

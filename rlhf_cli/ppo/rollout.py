@@ -25,9 +25,14 @@ NOISE_CHUNK_ELEMENTS_CPU = 2**17  # random numbers made at once on a CPU: they f
 
 
 class RolloutEngine(Protocol):
-    """Generates responses to prompts, with the policy's weights."""
+    """Generates responses to prompts, with the policy's weights.
 
-    deterministic: ClassVar[bool]  # row i's tokens depend on `prompts.seeds[i]` alone
+    An engine of this process may also have `model`, which it samples from (default: the policy), and `batch_size`, rows
+    at a time, which is set to what fits in memory. Any may have `name`, for the manifest, and the `temperature` and
+    `bf16` that it samples with, which are compared with the settings.
+    """
+
+    deterministic: ClassVar[bool]  # row i's tokens depend on `prompts.seeds[i]` alone: each process draws its rows
 
     def generate(self, prompts: Prompts) -> Rollout:
         """Return responses of at most `prompts.response_length` tokens, with the engine's own log-probs of them."""
@@ -76,7 +81,7 @@ class HFEngine:
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
         batches = slices(len(prompts), self.batch_size or len(prompts))
 
-        with self._autocast(), forward.float32_logits(self.model):  # around all tokens: they keep copies of the weights
+        with self._autocast(), forward.float32_logits(self.model):  # around all tokens: both keep copies of the weights
             parts = [self._generate_ids(prompts.rows(batch)) for batch in track_progress("batch", batches)]
 
         responses = torch.cat([ids for ids, _ in parts])
@@ -133,11 +138,11 @@ class HFEngine:
         decoder = self._prefill(prompts)
         keys = row_keys(prompts.seeds, device)
         counters = token_counters(decoder.logits.shape[1], device)
-        number = torch.zeros(1, dtype=torch.int32, device=device)  # `step`, where a compiled function can read it
+        step_tensor = torch.zeros(1, dtype=torch.int32, device=device)  # `step`, where a compiled function can read it
 
         for step in track_progress("rollout: token", range(num_steps)):
-            tokens, logprobs = self._sample(decoder.logits, keys, number, counters)
-            number += 1
+            tokens, logprobs = self._sample(decoder.logits, keys, step_tensor, counters)
+            step_tensor += 1
 
             yield rows[unfinished], tokens[unfinished], logprobs[unfinished]
 

@@ -34,7 +34,11 @@ FORM_ERRORS = (TypeError, AttributeError)  # raised by a function that reads ano
 
 
 class RolloutReward(Protocol):
-    """Scores a rollout. A source that `may_skip_rows` has this attribute, True; a plain function has none."""
+    """Scores a rollout.
+
+    A source may have two attributes; a plain function has none. `may_skip_rows`, True: a row may have no score.
+    `splits_rows`, True: a row's score does not depend on the other rows, so each process may score a part.
+    """
 
     def __call__(self, rollout: "Rollout") -> "Tensor | EnsembleScores":
         """Return the raw score of each row, (B,) float32; NaN for none, if the source has `may_skip_rows`."""

@@ -22,9 +22,9 @@ from rlhf_cli.config.ppo import SCHEDULERS, PPOSettings
 from rlhf_cli.models import forward, sharding
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo import trainer as trainer_module
-from rlhf_cli.ppo.experience import RunningMeanStd
 from rlhf_cli.ppo.optimizer import WeightAverage
 from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.scores import RunningMeanStd
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward
 from rlhf_cli.rewards.model import COMBINE, EnsembleReward, ModelReward
@@ -258,14 +258,13 @@ def a_token_early(shape: Any) -> Any:
     return wrong
 
 
-UNCLIPPED = {"cliprange": 0.99, "cliprange_high": 9.0}
+def a_smaller_lambda(rewards: Any, values: Any, mask: Any, gamma: float, lam: float) -> Any:
+    return losses.gae(rewards, values, mask, gamma, lam * 0.999)
+
+
 # error -> the first quantity that shows it, settings in which it does, how it is planted
 ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None]]] = {
-    "lambda": (
-        "advantages",
-        {},
-        at(losses, "gae", lambda gae: lambda *a, lam, **rest: gae(*a, lam=lam * 0.999, **rest)),
-    ),
+    "lambda": ("advantages", {}, lambda patch: patch.setitem(losses.VALUE_ADVANTAGES, "gae", a_smaller_lambda)),
     "sign of the KL": ("kl", {}, lambda patch: patch.setitem(losses.KL_ESTIMATORS, "k1", lambda r: r)),
     "temperature left out": (
         "logprobs",
@@ -281,7 +280,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "no clipping of the ratio": (
         "loss/policy_avg, each step",
         {"cliprange": 0.05},
-        at(losses, "policy_loss", lambda loss: lambda *a, **rest: loss(*a, **rest | UNCLIPPED)),
+        at(losses, "policy_loss", lambda loss: lambda *x, **_: loss(*x, cliprange=0.99, cliprange_high=9.0)),
     ),
     "no clipping of the gradient": (
         "policy weights, change",
@@ -453,7 +452,7 @@ def test_verify_a_run(run_folder: Path) -> None:
 @pytest.mark.training
 def test_verify_exits_with_1_and_names_the_first_difference(ppo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code was changed after the run: it repeats neither the run's numbers nor those of the reference."""
-    at(losses, "gae", lambda gae: lambda *a, **rest: gae(*a, **rest | {"lam": 0.5}))(monkeypatch)
+    monkeypatch.setitem(losses.VALUE_ADVANTAGES, "gae", lambda r, v, m, gamma, lam: losses.gae(r, v, m, gamma, 0.5))
     result = rlhf("verify", ppo_run)
     assert result.exit_code == 1
     assert "verify    update 3 differs: " in result.stdout

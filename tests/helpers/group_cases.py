@@ -156,8 +156,8 @@ def small(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
 
 def outcome(ours: PPOTrainer, stats: list[Any], rollouts: list[Any]) -> dict[str, Any]:
     after: dict[str, Any] = {name: weights(model) for name, model in ours.trained_models.items()}
-    if ours.average:
-        after["average"] = torch.cat([w.reshape(-1) for w in ours.average.state_dict().values()])
+    if ours.weight_average:
+        after["average"] = torch.cat([w.reshape(-1) for w in ours.weight_average.state_dict().values()])
     after["share"] = local_share(ours)
     after["gathered"] = len(sharding.full_state_dict(ours.policy) or ())  # tensors of a snapshot in this process
     return {"stats": stats, "rollouts": rollouts, **after, "kl_coef": ours.kl_coef, "moments": ours.score_moments}

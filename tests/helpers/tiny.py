@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models import forward
 from rlhf_cli.models.batch import Prompts, Rollout
-from rlhf_cli.ppo.experience import Experience, RunningMeanStd, ScoreResult
+from rlhf_cli.ppo.experience import Experience
 from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
 
@@ -147,7 +148,7 @@ def gradient(ours: PPOTrainer, experience: Experience) -> torch.Tensor:
     """The gradient of one optimizer step over the whole experience, policy and value; takes no step."""
     (minibatch,) = experience.minibatches
     ours.optimizer.step = lambda: None
-    ours._train_minibatch(experience, minibatch)
+    ours._train_minibatch(experience, minibatch, epoch=0)
     weights = [p for model in (ours.policy, ours.value) for p in model.parameters() if p.grad is not None]
     return torch.cat([p.grad.reshape(-1).clone() for p in weights])
 

@@ -1,4 +1,7 @@
-"""What every rollout engine must hold: `models.engine` hf, graph, and vllm by a stand-in for the server."""
+"""What every rollout engine must hold: `models.engine` hf, graph, and vllm by a stand-in for the server.
+
+Modules: `ppo/engine_check.py`.
+"""
 
 import copy
 from dataclasses import replace

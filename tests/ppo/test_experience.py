@@ -6,7 +6,7 @@ import tiny
 import torch
 
 from rlhf_cli.models.batch import Rollout
-from rlhf_cli.ppo.experience import RunningMeanStd
+from rlhf_cli.ppo.scores import RunningMeanStd
 
 
 def test_overlong_penalty_table():

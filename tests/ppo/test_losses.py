@@ -16,6 +16,7 @@ from torch.autograd import gradcheck
 from rlhf_cli.config.ppo import RolloutCorrection
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.experience import estimate_advantages
 from rlhf_cli.ppo.forward_backward import policy_loss_and_metrics
 
 NAN = float("nan")
@@ -320,6 +321,14 @@ def test_only_the_surrogate_is_weighted():
 
 
 # Advantages of groups
+
+
+def test_a_value_model_has_the_estimator_of_its_setting(monkeypatch):
+    monkeypatch.setitem(losses.VALUE_ADVANTAGES, "own", lambda rewards, values, *_: (rewards + 1, values))
+    rewards, values = torch.rand(4, 5), torch.rand(4, 5)
+    settings = tiny.settings(advantage_norm="none").model_copy(update={"advantage": "own"})
+    advantages, returns = estimate_advantages(tiny.rollout(), rewards, values, settings)
+    assert torch.equal(advantages, rewards + 1) and torch.equal(returns, values)
 
 
 GROUPS = pytest.mark.parametrize("estimator", losses.GROUP_ADVANTAGES)

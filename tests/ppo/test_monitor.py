@@ -13,8 +13,9 @@ from ppo_folder import PPO, lines, manifest, must_succeed, ppo, untimed, write
 
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES, SIGNALS, PPOSettings
 from rlhf_cli.models.batch import EnsembleScores, Rollout
-from rlhf_cli.ppo.experience import Experience, RunningMeanStd, ScoreResult
+from rlhf_cli.ppo.experience import Experience
 from rlhf_cli.ppo.monitor import EXCEEDS, Alert, Watchdog
+from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult
 from rlhf_cli.stages.ppo.runner import PPORunner
 
 

@@ -1,6 +1,8 @@
 """Keys of `ppo:` by hand and bit for bit: those of the work, of scores, of training; a default that is written out.
 
 tests/commands/test_verify.py compares the options that change numbers with an independent implementation.
+
+Modules: `ppo/scores.py`.
 """
 
 import math
@@ -237,7 +239,7 @@ def recorded(**changes):
     steps, plain = [], trainer._train_minibatch
     trainer._train_minibatch = lambda *args: (steps.append(plain(*args)), steps[-1])[1]
     stats = trainer.update(experience)
-    return trainer, [step["policy/policykl"] for step in steps], stats
+    return trainer, [step.metrics["policy/policykl"] for step in steps], stats
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

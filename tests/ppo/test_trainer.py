@@ -29,8 +29,8 @@ def generated(trainer):
 
 def test_another_partition_moves_the_ratio_by_float_noise_only():
     trainer = tiny.trainer(policy_seed=3)
-    stats = trainer._train_minibatch(generated(trainer), tuple(torch.tensor([row]) for row in range(8)))
-    assert stats["ratio_error"] <= 1e-5
+    step = trainer._train_minibatch(generated(trainer), tuple(torch.tensor([row]) for row in range(8)), epoch=0)
+    assert step.max_ratio_error <= 1e-5
 
 
 # Scores, padding
@@ -166,6 +166,13 @@ def bad_loss(trainer, experience):
     trainer.update(experience)
 
 
+def bad_ratio(trainer, experience):
+    """The mean ratio exceeds ratio_threshold, too."""
+    experience.logprobs[0] -= 200
+    experience.advantages[0] = -1
+    trainer.update(experience)
+
+
 def bad_gradient(name: str):
     def update(trainer, experience):
         next(getattr(trainer, name).parameters()).register_hook(lambda grad: grad * float("inf"))
@@ -179,6 +186,7 @@ def bad_gradient(name: str):
     [
         (bad_score, "score `reward` is not finite in row 1"),
         (bad_loss, "loss is not finite in row 0"),
+        (bad_ratio, "loss is not finite in row 0"),
         (bad_gradient("policy"), "policy gradient is not finite"),
         (bad_gradient("value"), "value gradient is not finite"),
     ],

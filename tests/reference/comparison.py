@@ -18,6 +18,7 @@ from rlhf_cli.commands import verify
 from rlhf_cli.config.base import Options
 from rlhf_cli.models.batch import Rollout, StopTokenId, stop_ids
 from rlhf_cli.models.forward import ValueHead
+from rlhf_cli.ppo.forward_backward import StepResult
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward, call_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward, RetokenizingReward
@@ -149,9 +150,10 @@ def run_trainer(trainer: PPOTrainer, rollout: Rollout) -> Values:
     steps: list[dict[str, float]] = []
     train_minibatch = trainer._train_minibatch
 
-    def recorded(*arguments: Any) -> dict[str, float]:
-        steps.append(train_minibatch(*arguments))
-        return steps[-1]
+    def recorded(*arguments: Any) -> StepResult:
+        step = train_minibatch(*arguments)
+        steps.append({**step.metrics, "ratio_error": step.max_ratio_error, "skipped": float(step.skipped)})
+        return step
 
     with patch.object(trainer, "_train_minibatch", recorded):
         stats = trainer.update(experience)
@@ -198,7 +200,7 @@ def weight_changes(before: Weights, after: Weights) -> Values:
 
 
 def average_of(trainer: PPOTrainer) -> dict[str, Tensor]:
-    return trainer.average.state_dict() if trainer.average else {}
+    return trainer.weight_average.state_dict() if trainer.weight_average else {}
 
 
 # The state that both start from

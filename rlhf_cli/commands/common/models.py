@@ -18,7 +18,7 @@ from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import file_sha256
 from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.models.batch import EnsembleScores, Rollout, StopTokenId
-from rlhf_cli.ppo.experience import weighted_sum
+from rlhf_cli.ppo.scores import weighted_sum
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import RolloutReward, may_skip_rows
 from rlhf_cli.rewards.model import EnsembleReward, RetokenizingReward

@@ -9,7 +9,7 @@ from rlhf_cli.commands.convert.mapping import OLD, Conversion, Row, local_path, 
 from rlhf_cli.commands.convert.read import TRLSettings
 from rlhf_cli.config.machinery.yaml_io import to_yaml
 from rlhf_cli.config.messages import translate_validation_error
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo import BELONGS_TO, PPOConfig
 from rlhf_cli.errors import Problem, RLHFError
 
 PROMPTS = Row("", None, "prompts.jsonl", "to be set by you")
@@ -153,9 +153,10 @@ def _complete(conversion: Conversion) -> None:
 
 
 def _possible_causes(problem: Problem) -> list[str]:
-    """Return the key of a problem, that of its list, and the words of its text as keys of its section."""
+    """Return the key of a problem, that of its list or its switch, and the words of its text as keys of its section."""
     where = problem.where or ""
-    return [where, where.rpartition(".")[0], *(f"{where}.{word}" for word in problem.text.split())]
+    switch = BELONGS_TO.get(where.removeprefix("ppo."))
+    return [where, where.rpartition(".")[0], f"ppo.{switch}", *(f"{where}.{word}" for word in problem.text.split())]
 
 
 def _first_problem(conversion: Conversion) -> Problem | None:

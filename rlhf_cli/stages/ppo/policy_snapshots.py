@@ -8,7 +8,8 @@ from typing import Any
 from rlhf_cli import runs
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.models import hub, save
-from rlhf_cli.ppo.experience import Experience, Stats, unscaled_scores
+from rlhf_cli.ppo.experience import Experience, Stats
+from rlhf_cli.ppo.scores import unscaled_scores
 from rlhf_cli.stages.ppo.setup import PPOComponents
 
 NUM_CANDIDATES = 20

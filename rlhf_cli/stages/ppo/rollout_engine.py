@@ -63,7 +63,8 @@ def set_rollout_rows(
     By default they are as many as fit, once all models are loaded. `config` has the batch sizes of all ranks together.
     """
     world_size = trainer.process_group.world_size
-    if config.ppo.local_rollout_forward_batch_size or config.models.server:
+    engine = trainer.engine
+    if config.ppo.local_rollout_forward_batch_size or not hasattr(engine, "batch_size"):
         return
 
     longest = max(len(prompt.ids) for prompt in prompts)
@@ -72,8 +73,6 @@ def set_rollout_rows(
     if fitting is None:
         return
 
-    engine = trainer.engine
-    assert isinstance(engine, HFEngine)
     engine.batch_size = fitting.rows
     size = system.format_bytes(fitting.usable)
     terminal.say(f"ppo      {fitting.rows} of {episodes} responses are generated at a time: what fits in {size}")

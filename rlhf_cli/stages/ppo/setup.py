@@ -211,8 +211,8 @@ def _compile(trainer: PPOTrainer, scorers: list[Any]) -> None:
 def restore_policy(config: PPOConfig, options: Options, components: PPOComponents, folder: Path) -> None:
     """Load the weights saved in `folder` into the policy, for good. Raises RLHFError M01, M04."""
     trainer = components.trainer
-    trainer.engine_has_weights = False
-    trainer.average = None  # a snapshot has been averaged
+    trainer.engine_is_current = False
+    trainer.weight_average = None  # a snapshot has been averaged
     if components.base:
         lora.load_adapter_weights(components.policy, folder)
         return
