@@ -84,11 +84,8 @@ def test_every_key_of_a_stages_own_log_is_described(run_folder: Path) -> None:
     options = [part for change in changes for part in ("-s", change)]
     assert rlhf("eval", "-c", run_folder / "eval.yaml", *options).exit_code == 0
     report = json.loads((run_folder / "eval/report.json").read_text())
-    others = {
-        "reward_model",
-        "no_frontier",
-        "judge_costs",
-    }  # of a reward stage, a PPO without snapshots, a language model
+    # Of a reward stage, of a PPO without snapshots, of a language model as judge.
+    others = {"reward_model", "no_frontier", "judge_costs"}
     for name in keys("report.json") - others:
         found = report
         for part in name.split("."):
