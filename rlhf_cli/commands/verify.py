@@ -23,7 +23,7 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import no_bytecode_files
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages.ppo import prompt_rows, sample_tables, setup
+from rlhf_cli.stages.ppo import prompt_rows, rollout_engine, sample_tables, setup
 from rlhf_cli.tracking.logs import read_log
 from rlhf_cli.trees import flatten
 
@@ -138,7 +138,9 @@ def repeat_update(run: PPORun, step: int, options: Options) -> list["Quantity"]:
 def load_before(run: PPORun, step: int, options: Options) -> tuple[setup.PPOComponents, Prompts]:
     """Load the run as it was before update `step`, and the prompts of that update."""
     with terminal.muted_warnings():  # already printed by `rlhf ppo`
-        components = setup.load_components(run.config, options, run.open_parents())
+        parents = run.open_parents()
+        components = setup.load_components(run.config, options, parents)
+        rollout_engine.set_rollout_rows(run.config, parents, components.trainer, components.prompts)
     if step > 1:
         components.trainer.load_state_dict(run.load_state(step - 1))
 

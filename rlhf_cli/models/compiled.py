@@ -77,8 +77,11 @@ def compiled_token_step(model: Any, cache_layers: Sequence[Any]) -> AbstractCont
     A layer gets its own part of the cache in place of the whole, which it would read at its number: a constant, and so
     a compiled function for each layer.
     """
-    pairs = zip(decoder_layers(model), cache_layers, strict=True)
-    return _layers_run({layer: partial(_layer_token_step, layer, cache) for layer, cache in pairs})
+    functions = {}
+    for layer, cache_layer in zip(decoder_layers(model), cache_layers, strict=True):
+        if "forward" not in vars(layer):  # else another program has wrapped it
+            functions[layer] = partial(_layer_token_step, layer, cache_layer)
+    return _layers_run(functions)
 
 
 @contextmanager

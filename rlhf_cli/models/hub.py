@@ -139,7 +139,9 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
             removed = [name for name in loaded if name not in names]
             operations: list[Any] = [CommitOperationAdd(name, folder / name) for name in names]
             operations += [CommitOperationDelete(name) for name in removed]
-            commit = hub.create_commit(repo, operations, commit_message=terminal.clean(message)).oid
+            text = terminal.clean(message)
+            # The hub refuses it if another process has pushed since.
+            commit = hub.create_commit(repo, operations, commit_message=text, parent_commit=before.sha).oid
     except Exception as error:  # a network has many ways to fail
         text = f"the push to {repo} failed, {shown(folder)} is complete: {short_reason(error)}"
         raise RLHFError("R17", text, hint=f"resume with: {_upload_command(folder, repo, public, removed)}") from error

@@ -36,7 +36,7 @@ READ_INTERVAL = 16  # steps between two reads of which rows have ended: a read w
 WIDTH_MULTIPLE = 64  # a cache's width: one captured step serves prompts and responses of several lengths
 
 
-class _StaticCache(AutocastMixin, StaticCache):
+class _StaticLayer(AutocastMixin, StaticLayer):
     pass
 
 
@@ -48,7 +48,7 @@ def reason_against(model: Any) -> str | None:
         return "it takes no positions"
 
     try:
-        layers = _StaticCache(config=model.config, max_cache_len=1).layers
+        layers = StaticCache(config=model.config, max_cache_len=1).layers
     except (KeyError, ValueError, TypeError) as error:
         return f"transformers has no static cache for it ({error})"
     if any(type(layer) is not StaticLayer for layer in layers):
@@ -192,7 +192,8 @@ class FixedStep:
         self.graph: Any = None  # of a GPU, once it is captured
 
         zeros = partial(torch.zeros, device=model.device)
-        self.cache = _StaticCache(config=model.config, max_cache_len=width)
+        self.cache = StaticCache(config=model.config, max_cache_len=width)
+        self.cache.layers = [_StaticLayer(width) for _ in self.cache.layers]
         self.mask = zeros(rows, 1, 1, width, dtype=torch.bool)  # positions of the cache that are read
         self.column = zeros(1, dtype=torch.int64)  # of the cache, which is written next
         self.number = zeros(1, dtype=torch.int32)  # of the response's token

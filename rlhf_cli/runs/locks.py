@@ -23,7 +23,7 @@ from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import atomic_folder, list_files, read_json_object, remove, sync_files
 from rlhf_cli.terminal import duration
 
-CLOCK_TOLERANCE_S = 5.0  # the system's clock may be set while a process runs
+START_TIME_TOLERANCE_S = 2.0
 _exclusive: dict[Path, FileLock] = {}
 _shared: dict[Path, int] = {}  # file descriptors
 NEW_FOLDER_HINT = "name a new or an empty folder"
@@ -37,6 +37,7 @@ class LockOwner(BaseModel):
     pid: int = Field(gt=0, lt=2**31)
     host: str
     since: float = Field(ge=0, lt=2**32)  # seconds of the epoch
+    started: float | None = None  # of the process, in seconds after the start of the machine
     inode: int  # of the lock file: a copy of a folder that is being written has another
 
     def __str__(self) -> str:
@@ -69,7 +70,8 @@ def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` 
         raise RLHFError("C15", text, hint="move it away, then run the same command again") from error
     _exclusive[folder] = lock
     inode = lock_path(folder).stat().st_ino
-    owner = LockOwner(pid=os.getpid(), host=platform.node(), since=round(time.time(), 3), inode=inode)
+    started = _since_boot(psutil.Process())
+    owner = LockOwner(pid=os.getpid(), host=platform.node(), since=round(time.time(), 3), started=started, inode=inode)
     _note(folder, owner.model_dump_json())
 
 
@@ -163,17 +165,23 @@ def _note(folder: Path, record: str) -> None:
 
 
 def _is_running(owner: LockOwner) -> bool:
-    """Return True unless the process has ended; one that began after the lock was taken has only its number."""
+    """Return True unless the process has ended; one that began at another time has only its number."""
     if owner.host != platform.node():
         return True
     try:
         process = psutil.Process(owner.pid)
-        started = float(process.create_time())
-        return process.status() != psutil.STATUS_ZOMBIE and started < owner.since + CLOCK_TOLERANCE_S
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return owner.started is None or abs(_since_boot(process) - owner.started) < START_TIME_TOLERANCE_S
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:
         return True  # another user's process
+
+
+def _since_boot(process: psutil.Process) -> float:
+    """Return a process's start in seconds after that of the machine, which setting the clock does not change."""
+    return float(process.create_time() - psutil.boot_time())
 
 
 def require_empty(folder: Path) -> None:

@@ -625,3 +625,13 @@ def test_a_converted_command_trains(run_folder: Path, monkeypatch: pytest.Monkey
     must_succeed(rlhf("ppo", "--config", "mine/ppo.yaml"))
     rows = lines(Path("mine/ppo/metrics.jsonl"))
     assert [row["episode"] for row in rows] == [8, 16] and rows[0]["objective/kl"] == 0.0
+
+
+def test_whole_numbers_may_be_written_as_floats_and_quotes_may_hold_operators() -> None:
+    conversion = converted(NEW, total_episodes=1e4, response_length=64.0, learning_rate=1.0)
+    ppo = loaded(conversion).ppo
+    assert (ppo.total_episodes, ppo.response_length, ppo.learning_rate) == (10_000, 64, 1.0)
+
+    command = "python ppo.py --run_name 'a; b | c > d' --total_episodes 64 2> errors.txt"
+    result, _, output = run_convert(command, ".sh")
+    assert result.ppo.total_episodes == 64 and "a; b | c > d" in output

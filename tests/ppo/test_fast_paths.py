@@ -184,6 +184,17 @@ def test_a_compiled_token_step_draws_the_same_tokens_by_one_function_for_all_lay
     assert "forward" not in vars(policy.model.layers[0])
 
 
+def test_a_compiled_token_step_keeps_the_cache_in_bfloat16_beside_weights_in_float32(compiled_without_code):
+    """As with adapters on a GPU, where the engine samples from the policy itself."""
+    policy = tiny.causal("llama")
+    packing.enable([policy])
+    prompts = replace(tiny.prompts(4), seeds=tuple(range(4)), response_length=6)
+    plain = GraphEngine(policy, None, 0, bf16=True).generate(prompts)
+    fast = GraphEngine(policy, None, 0, bf16=True, compiles=True).generate(prompts)
+    assert torch.equal(plain.ids, fast.ids)
+    assert torch.allclose(plain.logprobs, fast.logprobs, atol=0.02)
+
+
 @pytest.fixture
 def compiled_without_code(monkeypatch):
     """Compile by tracing alone, which takes a second and not a minute; return the names of what is compiled."""

@@ -259,7 +259,7 @@ def test_a_lock_names_its_process_as_long_as_it_runs(tmp_path: Path) -> None:
     owner = lock_owner(folder)
     assert owner and owner.pid == os.getpid()
     record = json.loads(lock.read_text())
-    lock.write_text(json.dumps(record | {"since": 1.0}))  # the process has ended, and its number was reused
+    lock.write_text(json.dumps(record | {"started": 1.0}))  # the process has ended, and its number was reused
     assert lock_owner(folder) is None
     lock.write_text(json.dumps(record | {"host": "elsewhere", "pid": 2**22 + 1}))
     assert str(lock_owner(folder)).startswith("process 4194305 on elsewhere, for ")

@@ -23,7 +23,8 @@ ONLY_OF = {
 }
 # Sections searched, in this order, for the key of an option.
 SECTIONS = ("ppo.", "models.adapters.", "models.", "output.", "data.", "")
-KEYS = {path for path, key in keys_of(PPOConfig).items() if not key.is_section}
+ALL_KEYS = keys_of(PPOConfig)
+KEYS = {path for path, key in ALL_KEYS.items() if not key.is_section}
 KEYS -= {"stage", "run", "rewards", "ppo.recipe"}
 PATHS = ("models.sft", "models.reward", "models.value", "rewards.classifier.pipeline")
 LISTS = ("output.report_to", "models.adapters.target_modules")
@@ -37,6 +38,12 @@ class Row:
     trl_value: Any
     value: Any
     note: str = ""
+
+
+def _takes_only_whole_numbers(key: str) -> bool:
+    """Return True for a key whose number, if it is one, is an int: YAML and JSON often have 1e4 for it."""
+    types = ALL_KEYS[key].parts if key in ALL_KEYS else ()
+    return int in types and float not in types
 
 
 class Conversion:
@@ -67,6 +74,8 @@ class Conversion:
         value = trl_value if value is None else value
         if key in PATHS:
             value = local_path(value)
+        if isinstance(value, float) and value.is_integer() and _takes_only_whole_numbers(key):
+            value = int(value)
         if key in LISTS and isinstance(value, str) and value != "all-linear":
             value = [value]
         if key in self.rows:

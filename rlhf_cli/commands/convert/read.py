@@ -28,7 +28,8 @@ PEFT_DEFAULTS = {"use_peft": True, "r": 8, "lora_alpha": 8}
 PEFT_SECTIONS = ("peft_config", "lora_config", "peft", "lora")
 IMPORT = re.compile(r"(?m)^\s*(?:import|from) .*$")
 COMMENT = re.compile(r"(?m)^\s*#.*$|\s#[^'\"\n]*$")  # of YAML or a shell
-END_OF_COMMAND = re.compile(r"\s(?:\d*>|[<|&;])\S*|;\s")  # or a redirection
+OPERATORS = set("();<>|&")  # of a shell
+STREAM_NUMBER = re.compile(r"\s\d(?=>)")  # of a redirection
 PROGRAM = re.compile(r"\S+\.py|-m")
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(=?)(.*)", re.DOTALL)
 
@@ -123,11 +124,23 @@ def _literal(text: ast.expr | str) -> Any:
 
 def _read_command(text: str, name: str) -> TRLSettings:
     """Read one command line; line breaks do not end it."""
-    commands = [each for each in END_OF_COMMAND.split(text.replace("\\\n", " ")) if "--" in each]
+    one_line = STREAM_NUMBER.sub(" ", text.replace("\\\n", " "))
+    lexer = shlex.shlex(one_line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    lexer.commenters = ""  # shlex reads a comment in a#b
     try:
-        words = [word for command in commands for word in shlex.split(command)]
+        tokens = list(lexer)
     except ValueError as error:
         raise RLHFError("C08", f"not a valid command line: {error}", where=name, hint="close the quote") from error
+
+    parts: list[list[str]] = [[]]
+    for token in tokens:
+        if token and set(token) <= OPERATORS:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    commands = [part for part in parts if any(word.startswith("--") for word in part)]  # not the file of a redirection
+    words = [word for command in commands for word in command]
 
     programs = [index for index, word in enumerate(words) if PROGRAM.fullmatch(word)]
     if len(commands) > 1 or len(programs) > 1:

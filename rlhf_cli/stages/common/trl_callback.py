@@ -97,6 +97,11 @@ class TrainingCallback(TrainerCallback, ExportableState):
         control.should_log |= last
         if control.should_save and not last and self.trainer.saves_by_time:
             control.should_save = self.trainer.process_group.run_on_main(self.trainer.cost.is_worth_it)
+            if not control.should_save:
+                text = (
+                    "a checkpoint is omitted: they would take over 5 % of the time; output.save_steps sets an interval"
+                )
+                terminal.log_once(f"{self.stage:<8} {text}")
         control.should_save |= self.stop.requested is not None and not last
         if self.trainer.eval_dataset is not None and args.eval_strategy == "no":
             control.should_evaluate |= state.epoch == int(state.epoch)
