@@ -59,5 +59,5 @@ def test_no_code_asks_linux_alone() -> None:
     exempt.add(ROOT / "rlhf_cli/data/template_trial.py")  # without psutil it starts sooner; it does with no such limit
     for path in {*(ROOT / "rlhf_cli").rglob("*.py")} - exempt:
         text = path.read_text(encoding="utf-8")
-        for word in ("/proc/", "os.sysconf", "sched_getaffinity", "import resource"):
+        for word in ("/proc/", "os.sysconf", "sched_getaffinity", "import resource\n"):
             assert word not in text, f"{path.name}: {word}"
