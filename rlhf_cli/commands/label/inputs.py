@@ -22,7 +22,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.datasets import Rows
 from rlhf_cli.data.sampling import prompt_batch
 from rlhf_cli.data.sources import is_local
-from rlhf_cli.data.texts import prompt_key
+from rlhf_cli.data.texts import prompt_key, render_transcript
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import files_sha256, read_json_object, write_json
 from rlhf_cli.models import load, tokenizers
@@ -30,6 +30,7 @@ from rlhf_cli.progress import Progress
 from rlhf_cli.runs.layout import COMPARED_STAGES, POLICY_STAGES
 from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.stages.common import reading
+from rlhf_cli.stages.common.model_loading import set_turns
 
 SETTINGS = "settings.json"  # what decides the candidates of a folder
 NO_PROMPTS = "none"  # of a run without ppo.yaml
@@ -103,6 +104,7 @@ def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> 
     policies = _resolve_policies(run, newest, ppo, label_options)
     first = policies[0].parent
     tokenizer = tokenizers.load_tokenizer(first.model, trust_remote_code=options.trust_remote_code)
+    set_turns(tokenizer, first)
     model_config = load.read_config(first.model, options.trust_remote_code)
     length = ppo.ppo.max_response_length
 
@@ -169,14 +171,17 @@ def evaluation(run: Path) -> EvalConfig:
 
 
 def _held_out(run: Path, config: PPOConfig) -> frozenset[bytes]:
-    """Return the keys of the prompts that the run evaluates with."""
+    """Return the keys of the prompts that the run evaluates with, of conversations also those as transcripts."""
     sources = [source for key, source in config.sources().items() if key == "data.eval_prompts"]
     if (run / "eval.yaml").is_file():
         sources.append(evaluation(run).sources()["data.prompts"])
     keys: frozenset[bytes] = frozenset()
     for source in sources:
-        if is_local(source):
-            keys |= data.prompt_rows(source, None, max_length=None).prompts
+        if not is_local(source):
+            terminal.say(f"label    {source.shown()} is not in the cache: its prompts are not left out")
+            continue
+        rows = data.prompt_rows(source, None, max_length=None)
+        keys |= rows.prompts | {prompt_key(render_transcript(row.text)) for row in rows}
     return keys
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import chat_run
 import pytest
@@ -14,7 +15,10 @@ from label_run import label
 from ppo_folder import as_stage, lines, must_succeed, rlhf, write
 from transformers import AutoModelForCausalLM
 
+from rlhf_cli import jsonl
 from rlhf_cli.commands.label import candidates
+from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions, read_inputs
+from rlhf_cli.config.base import Options
 from rlhf_cli.runs import locks
 
 pytestmark = pytest.mark.training
@@ -80,6 +84,31 @@ def test_held_out_prompts_are_asked_only_to_compare(run: Path) -> None:
     result = must_succeed(label(run, "--terminal", "--prompts", run / "more.jsonl"))
     assert "6 of 7 prompts omitted" in result.stderr
     assert [row["prompt"] for row in lines(run / "labels/people/candidates.jsonl")] == ["what is new?"]
+
+
+def inputs_of(run: Path, **options: Any) -> LabelInputs:
+    return read_inputs(run, LabelOptions(**options), Options())
+
+
+def test_held_out_transcripts_of_a_model_without_a_template_are_left_out(run: Path) -> None:
+    asked = [{"prompt": f"\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: what is {x}?\n\nAssistant:"} for x in "ab"]
+    jsonl.write_jsonl(run / "heldout.jsonl", asked[:1])
+    jsonl.write_jsonl(run / "more.jsonl", asked)
+    assert inputs_of(run, prompts=run / "more.jsonl").rows == [1]
+
+
+def test_held_out_prompts_that_are_not_in_the_cache_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run, "eval", {**chat_run.EVAL, "data": {"prompts": "nobody/nothing-of-this-name"}})
+    inputs_of(run)
+    assert "nobody/nothing-of-this-name is not in the cache: its prompts are not left out" in capsys.readouterr().err
+
+
+def test_a_model_trained_on_conversations_gets_texts_as_turns(tmp_path: Path) -> None:
+    run = chat_run.make(tmp_path, template="chatml")
+    jsonl.write_jsonl(run / "prompts.jsonl", [{"prompt": "tell me about the sea"}])
+    write(run, "ppo", chat_run.PPO)
+    inputs = inputs_of(run)
+    assert inputs.tokenizer.decode(inputs.prompts[0].ids).startswith("<|im_start|>user\ntell me about the sea")
 
 
 def test_pairs_go_to_another_tool_and_its_labels_come_back(run: Path) -> None:
