@@ -12,6 +12,7 @@ from stand_in_judge import MODEL, stand_in
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data
+from rlhf_cli.commands.label import judging
 from rlhf_cli.models import tokenizers
 
 pytestmark = pytest.mark.training
@@ -38,14 +39,34 @@ def test_a_reward_model_prefers_the_answer_that_it_scores_higher(run: Path) -> N
     model = AutoModelForSequenceClassification.from_pretrained(run / "reward/model").eval()
     tokenizer = tokenizers.load_tokenizer(run / "sft/model")
 
+    ended: dict[str, bool] = {}
+    for row in lines(run / "labels/reward/candidates.jsonl"):
+        ended.update(zip(row["answers"], row["ended"], strict=True))
+    assert not all(ended.values())
+
     def score(prompt: str, answer: str) -> float:
         ids, response = data.encode(tokenizer, prompt, answer)
+        if not ended[answer]:
+            response = response[:-1]  # without a stop token
         with torch.no_grad():
             return float(model(torch.tensor([ids + response])).logits)
 
     for row in lines(run / "labels/reward/labels.jsonl"):
         first, second = (score(row["prompt"], answer) for answer in row["answers"])
         assert row["choice"] == ("first" if first > second else "second")
+
+
+def test_an_answer_that_a_chat_template_cannot_render_is_encoded(run: Path) -> None:
+    """Qwen3's template removes the thoughts of earlier turns; a policy may also sample the tags of one."""
+    tokenizer = tokenizers.load_tokenizer(run / "sft/model")
+    tokenizers.set_chat_template(tokenizer, "chatml")
+    content = "message['content']"
+    tokenizer.chat_template = tokenizer.chat_template.replace(content, f"{content}.split('</think>')[-1]")
+    prompt = [{"role": "user", "content": "hi"}]
+    answer = "<think>a</think> b </think> c"
+    _, whole = judging.encode_answer(tokenizer, prompt, answer, ended=True)
+    _, cut = judging.encode_answer(tokenizer, prompt, answer, ended=False)
+    assert whole[:-1] == cut and tokenizer.decode(cut) == answer
 
 
 def test_a_language_model_labels_by_both_orders_and_is_not_asked_twice(run: Path) -> None:
