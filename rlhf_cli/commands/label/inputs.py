@@ -63,9 +63,10 @@ class LabelOptions:
         """Return NAME of RUN/labels/NAME: what was given, or what the labels are."""
         if self.name is not None:
             return self.name
+        judge = self.by.replace(":", ".") if self.by else None
         if self.compare is not None:
-            return "compare"
-        return self.by.replace(":", ".") if self.by else "people"
+            return f"compare.{judge}" if judge else "compare"
+        return judge or "people"
 
     @property
     def scores(self) -> bool:
@@ -83,6 +84,7 @@ class LabelInputs:
     tokenizer: Any
     prompts: Rows[data.Prompt]
     rows: list[int]  # of the prompts that may be answered, in the order in which they are
+    answers: int  # to each prompt, as many of each policy
 
 
 def resolve_run(folder: Path) -> tuple[Path, ChatModel]:
@@ -102,6 +104,7 @@ def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> 
     run, newest = resolve_run(folder)
     ppo = run_config(newest.parent)
     policies = _resolve_policies(run, newest, ppo, label_options)
+    answers = _num_answers(policies, label_options)
     first = policies[0].parent
     tokenizer = tokenizers.load_tokenizer(first.model, trust_remote_code=options.trust_remote_code)
     set_turns(tokenizer, first)
@@ -113,7 +116,16 @@ def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> 
     rows = prompt_batch(len(prompts), 1, len(prompts), label_options.seed)
     if label_options.compare is None:
         rows = _without_held_out(rows, prompts, _held_out(run, ppo))
-    return LabelInputs(run, policies, ppo, tokenizer, prompts, rows)
+    return LabelInputs(run, policies, ppo, tokenizer, prompts, rows, answers)
+
+
+def _num_answers(policies: Sequence[ChatModel], label_options: LabelOptions) -> int:
+    """Return the number of answers to a prompt, at least one of each model. Raises RLHFError C11 if it is uneven."""
+    answers = max(label_options.answers, len(policies))
+    if answers % len(policies):
+        text = f"--answers {answers}: {len(policies)} models cannot give as many answers each"
+        raise RLHFError("C11", text, hint=f"a multiple of {len(policies)}")
+    return answers
 
 
 def _resolve_policies(run: Path, newest: ChatModel, config: PPOConfig, label_options: LabelOptions) -> list[ChatModel]:
@@ -220,7 +232,7 @@ def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Opti
         prompts=inputs.prompts,
         temperature=settings.temperature,
         response_length=settings.max_response_length,
-        per_prompt=label_options.answers,
+        per_prompt=inputs.answers,
         seed=label_options.seed,
         batch_size=settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size,
     )
@@ -231,7 +243,7 @@ def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions
     settings = {
         "policies": {model.name: model.sha256 for model in inputs.policies},
         "prompts": files_sha256(sorted({prompt.location.path for prompt in inputs.prompts})),
-        "answers": label_options.answers,
+        "answers": inputs.answers,
         "seed": label_options.seed,
         "temperature": inputs.config.ppo.temperature,
         "response_length": inputs.config.ppo.max_response_length,

@@ -76,9 +76,7 @@ def _draw(folder: Path, inputs: LabelInputs, label_options: LabelOptions, option
     if candidates.lacks(needed):
         sampler = label_inputs.load_sampler(inputs, label_options, options)
         names = " and ".join(model.name for model in inputs.policies)
-        terminal.say(
-            f"label    {names} answer {len(inputs.rows)} prompts at most, {label_options.answers} answers each"
-        )
+        terminal.say(f"label    {names} answer {len(inputs.rows)} prompts at most, {inputs.answers} answers each")
         candidates.extend(sampler, needed)
     report_unusable(candidates.candidates)
     return candidates

@@ -19,6 +19,7 @@ from rlhf_cli import jsonl
 from rlhf_cli.commands.label import candidates
 from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions, read_inputs
 from rlhf_cli.config.base import Options
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.runs import locks
 
 pytestmark = pytest.mark.training
@@ -109,6 +110,20 @@ def test_a_model_trained_on_conversations_gets_texts_as_turns(tmp_path: Path) ->
     write(run, "ppo", chat_run.PPO)
     inputs = inputs_of(run)
     assert inputs.tokenizer.decode(inputs.prompts[0].ids).startswith("<|im_start|>user\ntell me about the sea")
+
+
+def test_each_model_answers_as_often_as_the_others(run: Path) -> None:
+    three = f"sft,{run / 'sft'},{run.resolve() / 'sft'}"
+    inputs = inputs_of(run, sources=three)
+    assert len(inputs.policies) == inputs.answers == 3
+    assert inputs_of(run, sources=three, answers=6).answers == 6
+    with pytest.raises(RLHFError, match="C11"):
+        inputs_of(run, sources=three, answers=4)
+
+
+def test_a_judge_that_compares_two_models_has_its_own_folder() -> None:
+    assert LabelOptions(compare="sft,ppo").folder_name == "compare"
+    assert LabelOptions(compare="sft,ppo", by="judges:short").folder_name == "compare.judges.short"
 
 
 def test_pairs_go_to_another_tool_and_its_labels_come_back(run: Path) -> None:
