@@ -33,9 +33,7 @@ class ImportedLabel:
 
 
 def export_pairs(session: LabelSession, path: Path, form: str) -> None:
-    """Write all pairs of the session. Raises RLHFError C15 if the file exists."""
-    if path.exists():
-        raise RLHFError("C15", f"{shown(path)} exists already and is not overwritten", hint="name another file")
+    """Write all pairs of the session."""
     write, _ = FORMATS[form]
     rows = [write(session.show(pair, form)) for pair in session.pairs.values()]
     write_json(path, rows)

@@ -4,9 +4,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Protocol
 
-from rlhf_cli import data, runs
+from rlhf_cli import data, runs, terminal
 from rlhf_cli.commands.label.candidates import scores_of
 from rlhf_cli.commands.label.inputs import LabelInputs, evaluation
 from rlhf_cli.commands.label.session import LabelSession, Shown
@@ -24,7 +25,14 @@ from rlhf_cli.rewards.function import RolloutReward
 from rlhf_cli.rewards.signature import check_columns
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import scoring
-from rlhf_cli.stages.eval.pairwise_judges import shown_prompt
+from rlhf_cli.stages.eval.pairwise_judges import (
+    check_calls,
+    describe_cost,
+    describe_most,
+    most_calls,
+    most_tokens,
+    shown_prompt,
+)
 from rlhf_cli.stages.ppo import reward_sources, setup
 
 BATCH_PAIRS = 32  # scored together
@@ -118,14 +126,17 @@ def label_by_judge(session: LabelSession, judge: PairJudge) -> None:
             for each, slot in zip(batch, choices, strict=True):
                 session.choose(name, each.pair.name, slot, seconds=seconds)
             bar.advance(len(batch))
+    if isinstance(judge, ComparingJudge):
+        terminal.say(f"label    {describe_cost(judge.judge.name, judge.judge.cost)}")
 
 
-def load_judge(name: str, inputs: LabelInputs, options: Options) -> PairJudge:
+def load_judge(name: str, inputs: LabelInputs, num_pairs: int, options: Options) -> PairJudge:
     """Load a judge by its name in eval.yaml, `reward` for the run's reward model, or by `module:function`.
 
-    Raises RLHFError C07 for an unknown name, C17, D02 for a function, M01-M10 for a model.
+    `num_pairs` are labelled at most. Raises RLHFError C07 for an unknown name, C17, D02 for a function, M01-M10 for a
+    model.
     """
-    asked = _pairwise_judge(name, inputs)
+    asked = _pairwise_judge(name, inputs, num_pairs)
     if asked is not None:
         return asked
     source = _judge_source(name, inputs)
@@ -143,10 +154,10 @@ def load_judge(name: str, inputs: LabelInputs, options: Options) -> PairJudge:
     return ScoringJudge(built["judge"], inputs, stop_token_id)
 
 
-def _pairwise_judge(name: str, inputs: LabelInputs) -> ComparingJudge | None:
+def _pairwise_judge(name: str, inputs: LabelInputs, num_pairs: int) -> ComparingJudge | None:
     """Return the language model of this name in eval.yaml, after its probe; None for another name.
 
-    Raises RLHFError C17, E09, and J01-J04 as PairwiseJudge.
+    Says what it costs at most. Raises RLHFError C17, E09, and J01-J04 as PairwiseJudge.
     """
     if FUNCTION.fullmatch(name) or not (inputs.run / "eval.yaml").is_file():
         return None
@@ -159,6 +170,11 @@ def _pairwise_judge(name: str, inputs: LabelInputs) -> ComparingJudge | None:
         return config.where(f"judges.{name}.openai.{key}".removesuffix("."))
 
     judge = PairwiseJudge.of(name, settings, inputs.run, where)
+    num_pairs = min(num_pairs, len(inputs.rows) * math.comb(inputs.answers, 2))
+    check_calls(name, settings, num_pairs, pairs=f"{num_pairs} pairs", lower="--n", where=where("max_calls"))
+    prompt_tokens = fmean(len(inputs.prompts[row].ids) for row in inputs.rows)
+    tokens = most_tokens(settings, num_pairs, prompt_tokens, inputs.config.ppo.max_response_length)
+    terminal.say(f"label    judge {name}: {describe_most(most_calls(settings, num_pairs), tokens)}")
     judge.pass_probe()
     return ComparingJudge(judge, inputs.prompts)
 

@@ -75,9 +75,14 @@ def test_a_language_model_labels_by_both_orders_and_is_not_asked_twice(run: Path
 
     with stand_in(longer) as server:
         settings = yaml.safe_load((run / "eval.yaml").read_text())
-        settings["judges"]["llm"] = {"openai": {"url": server.url, "model": MODEL, "probe": False}}
+        judge = {"url": server.url, "model": MODEL, "probe": False, "max_calls": 12}
+        settings["judges"]["llm"] = {"openai": judge}
         (run / "eval.yaml").write_text(yaml.safe_dump(settings))
-        must_succeed(label(run, "--by", "llm", "--n", 6))
+        too_many = label(run, "--by", "llm", "--n", 7)
+        assert too_many.exit_code == 2 and "error[C17]" in too_many.stderr and "set max_calls: 14" in too_many.stderr
+        assert not server.requests and not (run / "labels").exists()
+        output = must_succeed(label(run, "--by", "llm", "--n", 6)).stderr
+        assert "label    judge llm: at most 12 calls, about " in output and "label    judge llm: 12 calls now" in output
         rows = lines(run / "labels/llm/labels.jsonl")
         asked = len(server.requests)
         must_succeed(label(run, "--by", "llm", "--n", 6, "--name", "again"))
@@ -103,9 +108,11 @@ def test_a_judge_that_is_ended_continues_behind_its_last_label(run: Path) -> Non
     [
         (["--by", "shrt"], "C07", "did you mean"),
         (["--by", "judges:missing"], "C17", "cannot import"),
+        (["--by", "short", "--import", "x", "--format", "argilla"], "C11", "nor asks a judge"),
         (["--by", "short", "--terminal"], "C11", "either a judge labels or people do"),
     ],
 )
 def test_a_judge_that_cannot_label_is_refused(run: Path, arguments: list[str], code: str, says: str) -> None:
     result = label(run, *arguments)
     assert result.exit_code == 2 and f"error[{code}]" in result.stderr and says in result.stderr
+    assert not (run / "labels").exists()  # before anything is drawn

@@ -132,7 +132,8 @@ def test_pairs_go_to_another_tool_and_its_labels_come_back(run: Path) -> None:
     records = json.loads(Path("pairs.json").read_text())
     records[2]["responses"] = {"choice": [{"value": "tie", "user_id": "ann"}]}
     Path("done.json").write_text(json.dumps(records))
-    assert "1 new labels" in must_succeed(label(run, *tool, "--import", "done.json")).stdout
+    result = must_succeed(label(run, *tool, "--import", "done.json"))
+    assert "1 new labels" in result.stdout and "label    1 labels in run/labels/people/labels.jsonl" in result.stderr
     (row,) = lines(run / "labels/people/labels.jsonl")
     assert (row["annotator"], row["choice"], row["pair"]) == ("ann", "tie", records[2]["id"])
 
@@ -148,6 +149,8 @@ def test_pairs_go_to_another_tool_and_its_labels_come_back(run: Path) -> None:
         (["--export", "pairs.jsonl"], "D01"),
         (["--import", "x.json"], "C11"),
         (["--format", "argilla"], "C11"),
+        (["--format", "argilla", "--import", "x.json", "--export", "y.json"], "C11"),
+        (["--export", "run/eval.yaml", "--format", "argilla"], "C15"),
         (["--format", "other", "--import", "x.json"], "C07"),
         (["--seed", "1", "--name", "made"], "C15"),
     ],
@@ -157,6 +160,7 @@ def test_options_that_do_not_fit_are_refused_with_one_line(run: Path, arguments:
         must_succeed(label(run, "--terminal", "--n", 1, "--name", "made"))
     result = label(run, "--terminal", *arguments)
     assert result.exit_code == 2 and f"error[{code}]" in result.stderr and "Traceback" not in result.stderr
+    assert "made" in arguments or not (run / "labels").exists()
 
 
 def test_a_file_edited_by_hand_is_refused_with_its_line_and_kept(run: Path) -> None:
