@@ -190,7 +190,7 @@ def _held_out(run: Path, config: PPOConfig) -> frozenset[bytes]:
     keys: frozenset[bytes] = frozenset()
     for source in sources:
         if not is_local(source):
-            terminal.say(f"label    {source.shown()} is not in the cache: its prompts are not left out")
+            terminal.say(f"label    {source.shown()} is not in the cache: its prompts are not omitted")
             continue
         rows = data.prompt_rows(source, None, max_length=None)
         keys |= rows.prompts | {prompt_key(render_transcript(row.text)) for row in rows}

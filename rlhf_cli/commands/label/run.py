@@ -107,7 +107,7 @@ def _check_files(label_options: LabelOptions) -> None:
     export = label_options.export
     if label_options.import_ is not None and (export is not None or label_options.by is not None):
         text = "--import adds labels of another tool, and neither writes pairs nor asks a judge"
-        raise RLHFError("C11", text, hint="omit --export and --by, or give them in a command of their own")
+        raise RLHFError("C11", text, hint="omit --export and --by, or use them in another command")
     if export is not None and export.exists():
         raise RLHFError("C15", f"{shown(export)} exists already and is not overwritten", hint="name another file")
 

@@ -101,7 +101,7 @@ def test_held_out_transcripts_of_a_model_without_a_template_are_left_out(run: Pa
 def test_held_out_prompts_that_are_not_in_the_cache_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, "eval", {**chat_run.EVAL, "data": {"prompts": "nobody/nothing-of-this-name"}})
     inputs_of(run)
-    assert "nobody/nothing-of-this-name is not in the cache: its prompts are not left out" in capsys.readouterr().err
+    assert "nobody/nothing-of-this-name is not in the cache: its prompts are not omitted" in capsys.readouterr().err
 
 
 def test_a_model_trained_on_conversations_gets_texts_as_turns(tmp_path: Path) -> None:
