@@ -10,7 +10,7 @@ from rlhf_cli.cli.options import Debug, TrustRemoteCode, argument, flag, heavy_i
 FROM_TEXT = "Who answers: sft, ppo, dpo or a folder; several: sft,ppo. Default: the newest policy."
 COMPARE_TEXT = "Compare two models on held-out prompts, without showing which is which."
 PROMPTS_TEXT = "File of prompts. Default: those of PPO."
-ANSWERS_TEXT = "Answers to each prompt; each two of them are a pair."
+ANSWERS_TEXT = "Answers to each prompt, as many of each model; each two of them are a pair."
 ORDER_TEXT = "random, or uncertain: pairs first on which the reward model is least certain."
 NAME_TEXT = "Folder of the labels, RUN/labels/NAME. Default: people, compare, or the judge's name."
 BY_TEXT = "A judge labels in place of people: one of eval.yaml, reward, or module:function."

@@ -64,7 +64,8 @@ def read_labels(path: Path) -> dict[tuple[str, str], tuple[int, Label]]:
         location = f"{shown(path)}:{number}"
         if "undo" in row:
             key = row["undo"], row.get("annotator")
-            if key not in labels:
+            are_names = all(isinstance(name, str) for name in key)
+            if not are_names or key not in labels:
                 text = f'"undo" names the pair {row["undo"]!r:.40}, of which {key[1]!r:.40} has no label'
                 raise RLHFError("D20", text, where=location, hint="remove the line")
             del labels[key]

@@ -42,21 +42,26 @@ global.document = Object.assign(new Element("document"), {
   querySelectorAll: selector => selector === ".answer" ? cards : choices,
 });
 global.location = new URL(address);
+const now = performance.now.bind(performance);
+let later = 0;
+performance.now = () => now() + later;
+let base = address;
 global.scrollTo = () => {};
 const fetchPage = fetch;
 let requests = 0;
 global.fetch = async (path, options) => {
   requests++;
-  const answer = await fetchPage(new URL(path, address), options);
-  const value = await answer.json();
+  const answer = await fetchPage(new URL(path, base), options);
+  const text = await answer.text();
   setImmediate(() => requests--);
-  return {ok: answer.ok, status: answer.status, json: async () => value};
+  return {ok: answer.ok, status: answer.status, json: async () => JSON.parse(text)};
 };
 
 async function settled() {
   do await new Promise(resolve => setTimeout(resolve, 5)); while (requests);
 }
-async function press(key) {
+async function press(key, after = 1000) {
+  later += after;  // ms
   document.listeners.keydown({key, preventDefault() {}});
   await settled();
 }
@@ -74,6 +79,12 @@ async function main() {
     await press(key);
     note();
   }
+  await press("0", 100);  // the second of a double press
+  note();
+  base = new URL("../another-token/", address);
+  await press("0");
+  const earlier = known.error.textContent;
+  base = address;
   await press("?");
   await press("s");
   note();
@@ -85,6 +96,6 @@ async function main() {
   note();
   const markdown = new Element("div");
   blocks(markdown, process.env.MARKDOWN);
-  console.log(JSON.stringify({seen, answers, markdown: markdown.outline(), help, error: known.error.textContent}));
+  console.log(JSON.stringify({seen, answers, markdown: markdown.outline(), help, error: known.error.textContent, earlier}));
 }
 main();

@@ -34,7 +34,7 @@ class Agreement:
     annotators: tuple[str, str]
     raw: Share  # of the pairs with the same choice
     kappa: float | None  # None: both always chose the same, so that nothing is expected by chance
-    kappa_interval: Interval | None  # None: too few pairs
+    kappa_interval: Interval | None  # None: too few pairs, or the same choice in all
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,13 @@ def cohens_kappa(first: Sequence[str], second: Sequence[str]) -> float | None:
 
 
 def kappa_interval(first: Sequence[str], second: Sequence[str]) -> Interval | None:
-    """Return the 95 % interval of kappa by the delete-one jackknife; None of too few pairs."""
+    """Return the 95 % interval of kappa by the delete-one jackknife; None of too few pairs.
+
+    Of equal choices in all pairs the jackknife knows no error: None, too.
+    """
     kappa = cohens_kappa(first, second)
     n = len(first)
-    if kappa is None or n < FEWEST_PAIRS:
+    if kappa is None or n < FEWEST_PAIRS or list(first) == list(second):
         return None
     without = []
     for row in range(n):
@@ -166,11 +169,11 @@ class Comparison:
 def compare(labels: Sequence[Label], policy: str, baseline: str) -> Comparison | None:
     """Return the comparison of two models by all labels of pairs with an answer of each; None without one.
 
-    The labels of one pair depend on one another. Skipped pairs do not count.
+    The labels of one prompt depend on one another. Skipped pairs do not count.
     """
     scores: list[float] = []
     lengths: list[int] = []
-    pairs: list[str] = []
+    prompts: list[str] = []
     for label in labels:
         if label.choice == "skip" or set(label.sources) != {policy, baseline}:
             continue
@@ -180,12 +183,12 @@ def compare(labels: Sequence[Label], policy: str, baseline: str) -> Comparison |
             points = float(PREFERENCES.index(label.choice) == ours)
         scores.append(points)
         lengths.append(len(label.answers[ours]) - len(label.answers[1 - ours]))
-        pairs.append(label.pair)
+        prompts.append(label.pair.partition(":")[0])
     if not scores:
         return None
     others = [1 - score for score in scores]
-    rate = Share(fmean(scores), share_interval(scores, pairs), len(scores))
-    return Comparison(policy, baseline, rate, length_controlled(scores, others, lengths, pairs))
+    rate = Share(fmean(scores), share_interval(scores, prompts), len(scores))
+    return Comparison(policy, baseline, rate, length_controlled(scores, others, lengths, prompts))
 
 
 # Output

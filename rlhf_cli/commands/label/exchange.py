@@ -26,15 +26,14 @@ class ImportedLabel:
 
     pair: str
     order: tuple[int, int]
+    answers: tuple[str, str]  # in this order
     slot: str
     annotator: str
     seconds: float
 
 
 def export_pairs(session: LabelSession, path: Path, form: str) -> None:
-    """Write all pairs of the session. Raises RLHFError C15 if the file exists."""
-    if path.exists():
-        raise RLHFError("C15", f"{shown(path)} exists already and is not overwritten", hint="name another file")
+    """Write all pairs of the session."""
     write, _ = FORMATS[form]
     rows = [write(session.show(pair, form)) for pair in session.pairs.values()]
     write_json(path, rows)
@@ -44,11 +43,11 @@ def export_pairs(session: LabelSession, path: Path, form: str) -> None:
 def import_labels(session: LabelSession, path: Path, form: str) -> None:
     """Store the labels of a file that was exported from the tool. The same file a second time adds nothing.
 
-    Raises RLHFError D01, D03, D04, D12, E03.
+    Raises RLHFError D01, D03, D04, D12 before any label is stored, E03.
     """
     before = session.store_size
     refused = 0
-    for label in _read(path, form):
+    for label in list(_read(session, path, form)):
         try:
             session.choose(
                 label.annotator,
@@ -64,8 +63,8 @@ def import_labels(session: LabelSession, path: Path, form: str) -> None:
     terminal.out(f"{shown(path)}: {session.store_size - before} new labels{omitted}")
 
 
-def _read(path: Path, form: str) -> Iterator[ImportedLabel]:
-    """Yield the labels of a file. Raises RLHFError D01, D03, D04, D12."""
+def _read(session: LabelSession, path: Path, form: str) -> Iterator[ImportedLabel]:
+    """Yield the labels of a file. Raises RLHFError D01, D03, D04; D12, also for other answers than those of a pair."""
     _, read = FORMATS[form]
     with open_data(path) as file:
         rows = parse_json(file.read(), path)
@@ -74,6 +73,7 @@ def _read(path: Path, form: str) -> Iterator[ImportedLabel]:
             "D12", "the file is no list of records", where=shown(path), hint=f"export it as JSON from {form}"
         )
     for number, row in enumerate(rows, start=1):
+        where = f"{shown(path)}: row {number}"
         try:
             labels = list(read(row))
             valid = all(label.slot in SLOTS and label.order in ((0, 1), (1, 0)) for label in labels)
@@ -81,8 +81,22 @@ def _read(path: Path, form: str) -> Iterator[ImportedLabel]:
             valid = False
         if not valid:
             hint = "label the file that `rlhf label --export FILE --format` wrote, and export all of it as JSON"
-            raise RLHFError("D12", f"not a labelled pair of {form}", where=f"{shown(path)}: row {number}", hint=hint)
-        yield from labels
+            raise RLHFError("D12", f"not a labelled pair of {form}", where=where, hint=hint)
+        for label in labels:
+            _require_answers(session, label, where)
+            yield label
+
+
+def _require_answers(session: LabelSession, label: ImportedLabel, where: str) -> None:
+    """Raise RLHFError D12 if a known pair has other answers: its name says nothing of the texts."""
+    pair = session.pairs.get(label.pair)
+    if pair is None:
+        return
+    ours = [answer.strip() for answer in Shown(pair, label.order).answers]
+    if ours != [answer.strip() for answer in label.answers]:
+        text = f"the answers are not those of the pair {label.pair} here"
+        hint = "import into the folder that the pairs were exported from, with the same --name and options"
+        raise RLHFError("D12", text, where=where, hint=hint)
 
 
 # Argilla: https://docs.argilla.io/latest/how_to_guides/import_export
@@ -104,8 +118,10 @@ def _to_argilla(pair: Shown) -> dict[str, Any]:
 def _from_argilla(record: Mapping[str, Any]) -> Iterator[ImportedLabel]:
     """Yield the labels in a record of `Dataset.records.to_json`."""
     order = _parse_order(record["metadata"]["order"])
+    answers = _answers(record["fields"])
     for response in record["responses"].get(QUESTION, []):
-        yield ImportedLabel(record["id"], order, response["value"], str(response["user_id"]), 0.0)
+        annotator = str(response["user_id"])
+        yield ImportedLabel(record["id"], order, answers, slot=response["value"], annotator=annotator, seconds=0.0)
 
 
 # Label Studio: https://labelstud.io/guide/task_format
@@ -128,7 +144,9 @@ def _to_label_studio(pair: Shown) -> dict[str, Any]:
 
 def _from_label_studio(task: Mapping[str, Any]) -> Iterator[ImportedLabel]:
     """Yield the labels in a task of the JSON export."""
-    order = _parse_order(task["data"]["order"])
+    data = task["data"]
+    order = _parse_order(data["order"])
+    answers = _answers(data)
     for annotation in task["annotations"]:
         if annotation.get("was_cancelled"):
             continue
@@ -138,7 +156,7 @@ def _from_label_studio(task: Mapping[str, Any]) -> Iterator[ImportedLabel]:
         for result in annotation["result"]:
             if result["from_name"] == QUESTION:
                 (slot,) = result["value"]["choices"]
-                yield ImportedLabel(task["data"]["pair"], order, slot, str(annotator), seconds)
+                yield ImportedLabel(data["pair"], order, answers, slot=slot, annotator=str(annotator), seconds=seconds)
 
 
 def _text(prompt: str | Conversation) -> str:
@@ -146,6 +164,10 @@ def _text(prompt: str | Conversation) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
+def _answers(texts: Mapping[str, Any]) -> tuple[str, str]:
+    return str(texts["first"]), str(texts["second"])
 
 
 def _order_text(pair: Shown) -> str:

@@ -22,7 +22,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.datasets import Rows
 from rlhf_cli.data.sampling import prompt_batch
 from rlhf_cli.data.sources import is_local
-from rlhf_cli.data.texts import prompt_key
+from rlhf_cli.data.texts import prompt_key, render_transcript
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import files_sha256, read_json_object, write_json
 from rlhf_cli.models import load, tokenizers
@@ -30,6 +30,7 @@ from rlhf_cli.progress import Progress
 from rlhf_cli.runs.layout import COMPARED_STAGES, POLICY_STAGES
 from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.stages.common import reading
+from rlhf_cli.stages.common.model_loading import set_turns
 
 SETTINGS = "settings.json"  # what decides the candidates of a folder
 NO_PROMPTS = "none"  # of a run without ppo.yaml
@@ -62,9 +63,10 @@ class LabelOptions:
         """Return NAME of RUN/labels/NAME: what was given, or what the labels are."""
         if self.name is not None:
             return self.name
+        judge = self.by.replace(":", ".") if self.by else None
         if self.compare is not None:
-            return "compare"
-        return self.by.replace(":", ".") if self.by else "people"
+            return f"compare.{judge}" if judge else "compare"
+        return judge or "people"
 
     @property
     def scores(self) -> bool:
@@ -82,6 +84,7 @@ class LabelInputs:
     tokenizer: Any
     prompts: Rows[data.Prompt]
     rows: list[int]  # of the prompts that may be answered, in the order in which they are
+    answers: int  # to each prompt, as many of each policy
 
 
 def resolve_run(folder: Path) -> tuple[Path, ChatModel]:
@@ -101,8 +104,10 @@ def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> 
     run, newest = resolve_run(folder)
     ppo = run_config(newest.parent)
     policies = _resolve_policies(run, newest, ppo, label_options)
+    answers = _num_answers(policies, label_options)
     first = policies[0].parent
     tokenizer = tokenizers.load_tokenizer(first.model, trust_remote_code=options.trust_remote_code)
+    set_turns(tokenizer, first)
     model_config = load.read_config(first.model, options.trust_remote_code)
     length = ppo.ppo.max_response_length
 
@@ -111,7 +116,16 @@ def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> 
     rows = prompt_batch(len(prompts), 1, len(prompts), label_options.seed)
     if label_options.compare is None:
         rows = _without_held_out(rows, prompts, _held_out(run, ppo))
-    return LabelInputs(run, policies, ppo, tokenizer, prompts, rows)
+    return LabelInputs(run, policies, ppo, tokenizer, prompts, rows, answers)
+
+
+def _num_answers(policies: Sequence[ChatModel], label_options: LabelOptions) -> int:
+    """Return the number of answers to a prompt, at least one of each model. Raises RLHFError C11 if it is uneven."""
+    answers = max(label_options.answers, len(policies))
+    if answers % len(policies):
+        text = f"--answers {answers}: {len(policies)} models cannot give as many answers each"
+        raise RLHFError("C11", text, hint=f"a multiple of {len(policies)}")
+    return answers
 
 
 def _resolve_policies(run: Path, newest: ChatModel, config: PPOConfig, label_options: LabelOptions) -> list[ChatModel]:
@@ -169,14 +183,17 @@ def evaluation(run: Path) -> EvalConfig:
 
 
 def _held_out(run: Path, config: PPOConfig) -> frozenset[bytes]:
-    """Return the keys of the prompts that the run evaluates with."""
+    """Return the keys of the prompts that the run evaluates with, of conversations also those as transcripts."""
     sources = [source for key, source in config.sources().items() if key == "data.eval_prompts"]
     if (run / "eval.yaml").is_file():
         sources.append(evaluation(run).sources()["data.prompts"])
     keys: frozenset[bytes] = frozenset()
     for source in sources:
-        if is_local(source):
-            keys |= data.prompt_rows(source, None, max_length=None).prompts
+        if not is_local(source):
+            terminal.say(f"label    {source.shown()} is not in the cache: its prompts are not omitted")
+            continue
+        rows = data.prompt_rows(source, None, max_length=None)
+        keys |= rows.prompts | {prompt_key(render_transcript(row.text)) for row in rows}
     return keys
 
 
@@ -215,7 +232,7 @@ def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Opti
         prompts=inputs.prompts,
         temperature=settings.temperature,
         response_length=settings.max_response_length,
-        per_prompt=label_options.answers,
+        per_prompt=inputs.answers,
         seed=label_options.seed,
         batch_size=settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size,
     )
@@ -226,7 +243,7 @@ def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions
     settings = {
         "policies": {model.name: model.sha256 for model in inputs.policies},
         "prompts": files_sha256(sorted({prompt.location.path for prompt in inputs.prompts})),
-        "answers": label_options.answers,
+        "answers": inputs.answers,
         "seed": label_options.seed,
         "temperature": inputs.config.ppo.temperature,
         "response_length": inputs.config.ppo.max_response_length,

@@ -4,15 +4,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Protocol
 
-from rlhf_cli import data, runs
+from rlhf_cli import data, runs, terminal
 from rlhf_cli.commands.label.candidates import scores_of
 from rlhf_cli.commands.label.inputs import LabelInputs, evaluation
 from rlhf_cli.commands.label.session import LabelSession, Shown
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOConfig, RewardSourceSettings
+from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, did_you_mean, shown
 from rlhf_cli.judges.pairwise import Pair, PairwiseJudge
 from rlhf_cli.models import load
@@ -23,7 +25,14 @@ from rlhf_cli.rewards.function import RolloutReward
 from rlhf_cli.rewards.signature import check_columns
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import scoring
-from rlhf_cli.stages.eval.pairwise_judges import shown_prompt
+from rlhf_cli.stages.eval.pairwise_judges import (
+    check_calls,
+    describe_cost,
+    describe_most,
+    most_calls,
+    most_tokens,
+    shown_prompt,
+)
 from rlhf_cli.stages.ppo import reward_sources, setup
 
 BATCH_PAIRS = 32  # scored together
@@ -73,13 +82,23 @@ class ScoringJudge:
         response_ids: list[list[int]] = []
         records: list[dict[str, Any]] = []
         for each in pairs:
-            for answer in each.answers:
-                prompt, response = data.encode(self.inputs.tokenizer, each.pair.prompt, answer)
+            for answer, ended in zip(each.answers, each.ended, strict=True):
+                prompt, response = encode_answer(self.inputs.tokenizer, each.pair.prompt, answer, ended=ended)
                 prompt_ids.append(prompt)
                 response_ids.append(response)
                 records.append(self.inputs.prompts[_prompt_row(each)].record)
         rollout = Rollout.from_lists(prompt_ids, response_ids, stop_token_id=self.stop_token_id)
         return scores_of(self.source, replace(rollout, records=tuple(records)).to(device()))
+
+
+def encode_answer(
+    tokenizer: Any, prompt: str | Conversation, answer: str, *, ended: bool
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a prompt and of any answer to it; one that was cut off has no stop token."""
+    prompt_ids, response_ids = data.encode_many(tokenizer, [prompt], [answer], any_text=True)[0]
+    if not ended and len(response_ids) > 1:
+        response_ids = response_ids[:-1]
+    return prompt_ids, response_ids
 
 
 def _prompt_row(shown_pair: Shown) -> int:
@@ -107,14 +126,17 @@ def label_by_judge(session: LabelSession, judge: PairJudge) -> None:
             for each, slot in zip(batch, choices, strict=True):
                 session.choose(name, each.pair.name, slot, seconds=seconds)
             bar.advance(len(batch))
+    if isinstance(judge, ComparingJudge):
+        terminal.say(f"label    {describe_cost(judge.judge.name, judge.judge.cost)}")
 
 
-def load_judge(name: str, inputs: LabelInputs, options: Options) -> PairJudge:
+def load_judge(name: str, inputs: LabelInputs, num_pairs: int, options: Options) -> PairJudge:
     """Load a judge by its name in eval.yaml, `reward` for the run's reward model, or by `module:function`.
 
-    Raises RLHFError C07 for an unknown name, C17, D02 for a function, M01-M10 for a model.
+    `num_pairs` are labelled at most. Raises RLHFError C07 for an unknown name, C17, D02 for a function, M01-M10 for a
+    model.
     """
-    asked = _pairwise_judge(name, inputs)
+    asked = _pairwise_judge(name, inputs, num_pairs)
     if asked is not None:
         return asked
     source = _judge_source(name, inputs)
@@ -132,10 +154,10 @@ def load_judge(name: str, inputs: LabelInputs, options: Options) -> PairJudge:
     return ScoringJudge(built["judge"], inputs, stop_token_id)
 
 
-def _pairwise_judge(name: str, inputs: LabelInputs) -> ComparingJudge | None:
+def _pairwise_judge(name: str, inputs: LabelInputs, num_pairs: int) -> ComparingJudge | None:
     """Return the language model of this name in eval.yaml, after its probe; None for another name.
 
-    Raises RLHFError C17, E09, and J01-J04 as PairwiseJudge.
+    Says what it costs at most. Raises RLHFError C17, E09, and J01-J04 as PairwiseJudge.
     """
     if FUNCTION.fullmatch(name) or not (inputs.run / "eval.yaml").is_file():
         return None
@@ -148,6 +170,11 @@ def _pairwise_judge(name: str, inputs: LabelInputs) -> ComparingJudge | None:
         return config.where(f"judges.{name}.openai.{key}".removesuffix("."))
 
     judge = PairwiseJudge.of(name, settings, inputs.run, where)
+    num_pairs = min(num_pairs, len(inputs.rows) * math.comb(inputs.answers, 2))
+    check_calls(name, settings, num_pairs, pairs=f"{num_pairs} pairs", lower="--n", where=where("max_calls"))
+    prompt_tokens = fmean(len(inputs.prompts[row].ids) for row in inputs.rows)
+    tokens = most_tokens(settings, num_pairs, prompt_tokens, inputs.config.ppo.max_response_length)
+    terminal.say(f"label    judge {name}: {describe_most(most_calls(settings, num_pairs), tokens)}")
     judge.pass_probe()
     return ComparingJudge(judge, inputs.prompts)
 

@@ -11,7 +11,7 @@ from rlhf_cli.commands.label.at_terminal import label_at_terminal
 from rlhf_cli.commands.label.candidates import CandidateFile, ordered_pairs, report_unusable
 from rlhf_cli.commands.label.exchange import FORMATS, export_pairs, import_labels
 from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions
-from rlhf_cli.commands.label.judging import label_by_judge, load_judge
+from rlhf_cli.commands.label.judging import PairJudge, label_by_judge, load_judge
 from rlhf_cli.commands.label.session import LabelSession, parse_annotators
 from rlhf_cli.commands.label.store import LabelStore
 from rlhf_cli.config.base import Options
@@ -34,7 +34,7 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
     edited by hand, E03 if a label cannot be written.
     """
     annotators = _annotators(label_options)
-    _require_format(label_options)
+    _check_files(label_options)
     if label_options.export is not None and label_options.format is None:
         _export(folder, label_options)
         return
@@ -42,6 +42,9 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
     with no_bytecode_files():
         inputs = label_inputs.read_inputs(folder, label_options, options)
         labels_folder = _labels_folder(inputs.run, label_options)
+        judge = None
+        if label_options.by is not None and label_options.export is None:
+            judge = load_judge(label_options.by, inputs, label_options.n, options)
         make_folder(labels_folder)
         lock_folder(labels_folder, hint="open the page that it serves, or give another --name")
         label_inputs.keep_settings(labels_folder, inputs, label_options)
@@ -64,9 +67,12 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
         if label_options.export is not None and label_options.format is not None:
             export_pairs(session, label_options.export, label_options.format)
             return
-        _label(session, inputs, label_options, options)
+        _label(session, judge, label_options)
     print_summary(session.store.labels, [model.name for model in inputs.policies])
-    terminal.say(f"label    {session.done} of {session.total} labels in {shown(labels_folder / LABELS)}")
+    count = f"{session.done} of {session.total}"
+    if label_options.import_ is not None:  # of other annotators
+        count = str(session.store_size)
+    terminal.say(f"label    {count} labels in {shown(labels_folder / LABELS)}")
 
 
 def _draw(folder: Path, inputs: LabelInputs, label_options: LabelOptions, options: Options) -> CandidateFile:
@@ -76,25 +82,34 @@ def _draw(folder: Path, inputs: LabelInputs, label_options: LabelOptions, option
     if candidates.lacks(needed):
         sampler = label_inputs.load_sampler(inputs, label_options, options)
         names = " and ".join(model.name for model in inputs.policies)
-        terminal.say(
-            f"label    {names} answer {len(inputs.rows)} prompts at most, {label_options.answers} answers each"
-        )
+        terminal.say(f"label    {names} answer {len(inputs.rows)} prompts at most, {inputs.answers} answers each")
         candidates.extend(sampler, needed)
     report_unusable(candidates.candidates)
     return candidates
 
 
-def _label(session: LabelSession, inputs: LabelInputs, label_options: LabelOptions, options: Options) -> None:
+def _label(session: LabelSession, judge: PairJudge | None, label_options: LabelOptions) -> None:
     """Let whom the command line names label the pairs."""
     if label_options.import_ is not None and label_options.format is not None:
         import_labels(session, label_options.import_, label_options.format)
-    elif label_options.by is not None:
-        label_by_judge(session, load_judge(label_options.by, inputs, options))
+    elif judge is not None:
+        label_by_judge(session, judge)
     elif label_options.terminal:
         with suppress(KeyboardInterrupt):  # as q: every label is on disk
             label_at_terminal(session)
     else:
         _serve(session, label_options.port)
+
+
+def _check_files(label_options: LabelOptions) -> None:
+    """Check --export, --import and --format. Raises RLHFError C07, C11, C15 before anything is drawn."""
+    _require_format(label_options)
+    export = label_options.export
+    if label_options.import_ is not None and (export is not None or label_options.by is not None):
+        text = "--import adds labels of another tool, and neither writes pairs nor asks a judge"
+        raise RLHFError("C11", text, hint="omit --export and --by, or use them in another command")
+    if export is not None and export.exists():
+        raise RLHFError("C15", f"{shown(export)} exists already and is not overwritten", hint="name another file")
 
 
 def _require_format(label_options: LabelOptions) -> None:
@@ -139,15 +154,13 @@ def _labels_folder(run: Path, label_options: LabelOptions) -> Path:
 def _export(folder: Path, label_options: LabelOptions) -> None:
     """Write the labelled pairs as rows {prompt, chosen, rejected}, and say how many.
 
-    Raises RLHFError C15 if the file exists, D01 without labels.
+    Raises RLHFError D01 without labels.
     """
     path = label_options.export
     assert path is not None
     labels_folder = _labels_folder(folder, label_options)
     if not (labels_folder / LABELS).is_file():
         raise RLHFError("D01", f"no labels in {shown(labels_folder)}", hint=f"rlhf label {shown(folder)} writes them")
-    if path.exists():
-        raise RLHFError("C15", f"{shown(path)} exists already and is not overwritten", hint="name another file")
     rows = [row for _, row in preference_pairs_of(labels_folder)]
     write_jsonl(path, rows)
     terminal.out(f"{shown(path)}: {len(rows)} pairs")

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from rlhf_cli import terminal
 from rlhf_cli.data.labels import LABELS, Label, read_labels
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import require_inside, sync
@@ -87,6 +88,8 @@ def _repair_end(path: Path) -> None:
         orjson.loads(last)
     except orjson.JSONDecodeError:
         os.truncate(path, start)
+        text = f"an unfinished last line of {len(last)} bytes is removed: it was never acknowledged"
+        terminal.say(f"label    {shown(path)}: {text}")
     else:
         with path.open("ab") as file:
             file.write(b"\n")

@@ -26,9 +26,14 @@ def load_tokenizer(config: Config, options: Options, parent: Parent) -> Any:
         tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
     if config.stage in ("ppo", "eval") and is_policy_key(parent.key):
         set_template_variables(config, tokenizer, parent.stage)
+    set_turns(tokenizer, parent)
+    return tokenizer
+
+
+def set_turns(tokenizer: Any, parent: Parent) -> None:
+    """Set whether a chat model takes texts as turns: as in its training, if that is known."""
     if tokenizer.chat_template and (form := training_prompt_form(parent)):
         data.set_speaks_in_turns(tokenizer, form != "text")
-    return tokenizer
 
 
 def set_template_variables(config: Config, tokenizer: Any, parent_stage: str) -> None:

@@ -34,12 +34,17 @@ def _check_judge(config: EvalConfig, name: str, num_prompts: int) -> None:
     settings = config.pairwise_judges[name]
     require_package(config.where(f"judges.{name}.openai"))
     api_key(settings, partial(_where, config, name))
-    calls = most_calls(settings, num_prompts)
+    where = _where(config, name, "max_calls")
+    check_calls(name, settings, num_prompts, pairs=f"{num_prompts} prompts", lower="eval.n", where=where)
+
+
+def check_calls(name: str, settings: OpenAIJudge, num_pairs: int, *, pairs: str, lower: str, where: str) -> None:
+    """Raise RLHFError C17 if asking about all pairs exceeds max_calls. `pairs`, `lower`: words of the message."""
+    calls = most_calls(settings, num_pairs)
     if calls > settings.max_calls:
         probing = f" and {probe.NUM_CALLS} of the probe" if settings.probe else ""
-        text = f"judges.{name}: {num_prompts} prompts in both orders{probing} are {calls:,} calls"
-        where = _where(config, name, "max_calls")
-        hint = f"set max_calls: {calls}, or lower eval.n; a reply that names no winner costs one call more"
+        text = f"judges.{name}: {pairs} in both orders{probing} are {calls:,} calls"
+        hint = f"set max_calls: {calls}, or lower {lower}; a reply that names no winner costs one call more"
         raise RLHFError("C17", f"{text}, and max_calls is {settings.max_calls:,}", where=where, hint=hint)
 
 

@@ -41,6 +41,7 @@ def test_kappa_is_one_zero_or_unknown() -> None:
     assert agreement.cohens_kappa(["a", "a", "b", "b"], ["a", "b", "a", "b"]) == 0
     assert agreement.cohens_kappa(["a", "a"], ["a", "a"]) is None
     assert agreement.kappa_interval(["a", "b"], ["a", "b"]) is None
+    assert agreement.kappa_interval(["a", "b"] * 5, ["a", "b"] * 5) is None  # never different: no error is known
 
 
 def test_agreement_counts_the_pairs_that_both_judged() -> None:
@@ -78,3 +79,12 @@ def test_a_policy_is_compared_by_all_labels_of_pairs_with_both() -> None:
     assert found is not None and found.rate.n == 4 and found.rate.value == pytest.approx(2.5 / 4)
     assert "ppo is preferred to sft in 0.62 [" in str(found)
     assert agreement.compare(labels, "ppo", "sft") is None
+
+
+def test_pairs_of_one_prompt_are_not_independent() -> None:
+    alone = [replace(label, sources=["sft", "ppo"]) for label in labels_of("x", ["first", "second"] * 10)]
+    of_few = [replace(label, pair=f"{row % 4}:0-{row}") for row, label in enumerate(alone)]
+    narrow, wide = (agreement.compare(labels, "ppo", "sft") for labels in (alone, of_few))
+    assert narrow is not None and wide is not None
+    assert narrow.rate.value == wide.rate.value
+    assert wide.rate.interval[1] - wide.rate.interval[0] > 1.5 * (narrow.rate.interval[1] - narrow.rate.interval[0])

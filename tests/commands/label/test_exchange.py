@@ -55,6 +55,20 @@ def test_labels_come_back_for_the_answers_that_were_shown(
 
 
 @pytest.mark.parametrize("form", exchange.FORMATS)
+def test_labels_of_other_answers_are_refused_with_their_row(tmp_path: Path, form: str) -> None:
+    here = session(tmp_path)
+    exchange.export_pairs(here, tmp_path / "pairs.json", form)
+    rows = labelled(form, json.loads((tmp_path / "pairs.json").read_text()), ["1", "2"])
+    rows[1]["fields" if form == "argilla" else "data"]["first"] = "an answer of another model"
+    (tmp_path / "done.json").write_text(json.dumps(rows))
+    with pytest.raises(RLHFError) as caught:
+        exchange.import_labels(here, tmp_path / "done.json", form)
+    (problem,) = caught.value.problems
+    assert problem.code == "D12" and str(problem.where).endswith("done.json: row 2")
+    assert here.store.labels == []
+
+
+@pytest.mark.parametrize("form", exchange.FORMATS)
 @pytest.mark.parametrize(
     ("text", "code"),
     [("{", "D03"), ("{}", "D12"), ('[{"id": "0:0-1"}]', "D12"), ("[1]", "D12")],

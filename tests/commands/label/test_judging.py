@@ -12,6 +12,7 @@ from stand_in_judge import MODEL, stand_in
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data
+from rlhf_cli.commands.label import judging
 from rlhf_cli.models import tokenizers
 
 pytestmark = pytest.mark.training
@@ -38,8 +39,15 @@ def test_a_reward_model_prefers_the_answer_that_it_scores_higher(run: Path) -> N
     model = AutoModelForSequenceClassification.from_pretrained(run / "reward/model").eval()
     tokenizer = tokenizers.load_tokenizer(run / "sft/model")
 
+    ended: dict[str, bool] = {}
+    for row in lines(run / "labels/reward/candidates.jsonl"):
+        ended.update(zip(row["answers"], row["ended"], strict=True))
+    assert not all(ended.values())
+
     def score(prompt: str, answer: str) -> float:
         ids, response = data.encode(tokenizer, prompt, answer)
+        if not ended[answer]:
+            response = response[:-1]  # without a stop token
         with torch.no_grad():
             return float(model(torch.tensor([ids + response])).logits)
 
@@ -48,15 +56,33 @@ def test_a_reward_model_prefers_the_answer_that_it_scores_higher(run: Path) -> N
         assert row["choice"] == ("first" if first > second else "second")
 
 
+def test_an_answer_that_a_chat_template_cannot_render_is_encoded(run: Path) -> None:
+    """Qwen3's template removes the thoughts of earlier turns; a policy may also sample the tags of one."""
+    tokenizer = tokenizers.load_tokenizer(run / "sft/model")
+    tokenizers.set_chat_template(tokenizer, "chatml")
+    content = "message['content']"
+    tokenizer.chat_template = tokenizer.chat_template.replace(content, f"{content}.split('</think>')[-1]")
+    prompt = [{"role": "user", "content": "hi"}]
+    answer = "<think>a</think> b </think> c"
+    _, whole = judging.encode_answer(tokenizer, prompt, answer, ended=True)
+    _, cut = judging.encode_answer(tokenizer, prompt, answer, ended=False)
+    assert whole[:-1] == cut and tokenizer.decode(cut) == answer
+
+
 def test_a_language_model_labels_by_both_orders_and_is_not_asked_twice(run: Path) -> None:
     def longer(prompt: str, first: str, second: str) -> str:
         return "tie" if len(first) == len(second) else "1" if len(first) > len(second) else "2"
 
     with stand_in(longer) as server:
         settings = yaml.safe_load((run / "eval.yaml").read_text())
-        settings["judges"]["llm"] = {"openai": {"url": server.url, "model": MODEL, "probe": False}}
+        judge = {"url": server.url, "model": MODEL, "probe": False, "max_calls": 12}
+        settings["judges"]["llm"] = {"openai": judge}
         (run / "eval.yaml").write_text(yaml.safe_dump(settings))
-        must_succeed(label(run, "--by", "llm", "--n", 6))
+        too_many = label(run, "--by", "llm", "--n", 7)
+        assert too_many.exit_code == 2 and "error[C17]" in too_many.stderr and "set max_calls: 14" in too_many.stderr
+        assert not server.requests and not (run / "labels").exists()
+        output = must_succeed(label(run, "--by", "llm", "--n", 6)).stderr
+        assert "label    judge llm: at most 12 calls, about " in output and "label    judge llm: 12 calls now" in output
         rows = lines(run / "labels/llm/labels.jsonl")
         asked = len(server.requests)
         must_succeed(label(run, "--by", "llm", "--n", 6, "--name", "again"))
@@ -82,9 +108,11 @@ def test_a_judge_that_is_ended_continues_behind_its_last_label(run: Path) -> Non
     [
         (["--by", "shrt"], "C07", "did you mean"),
         (["--by", "judges:missing"], "C17", "cannot import"),
+        (["--by", "short", "--import", "x", "--format", "argilla"], "C11", "nor asks a judge"),
         (["--by", "short", "--terminal"], "C11", "either a judge labels or people do"),
     ],
 )
 def test_a_judge_that_cannot_label_is_refused(run: Path, arguments: list[str], code: str, says: str) -> None:
     result = label(run, *arguments)
     assert result.exit_code == 2 and f"error[{code}]" in result.stderr and says in result.stderr
+    assert not (run / "labels").exists()  # before anything is drawn

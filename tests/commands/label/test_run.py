@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import chat_run
 import pytest
@@ -14,7 +15,11 @@ from label_run import label
 from ppo_folder import as_stage, lines, must_succeed, rlhf, write
 from transformers import AutoModelForCausalLM
 
+from rlhf_cli import jsonl
 from rlhf_cli.commands.label import candidates
+from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions, read_inputs
+from rlhf_cli.config.base import Options
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.runs import locks
 
 pytestmark = pytest.mark.training
@@ -82,13 +87,53 @@ def test_held_out_prompts_are_asked_only_to_compare(run: Path) -> None:
     assert [row["prompt"] for row in lines(run / "labels/people/candidates.jsonl")] == ["what is new?"]
 
 
+def inputs_of(run: Path, **options: Any) -> LabelInputs:
+    return read_inputs(run, LabelOptions(**options), Options())
+
+
+def test_held_out_transcripts_of_a_model_without_a_template_are_left_out(run: Path) -> None:
+    asked = [{"prompt": f"\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: what is {x}?\n\nAssistant:"} for x in "ab"]
+    jsonl.write_jsonl(run / "heldout.jsonl", asked[:1])
+    jsonl.write_jsonl(run / "more.jsonl", asked)
+    assert inputs_of(run, prompts=run / "more.jsonl").rows == [1]
+
+
+def test_held_out_prompts_that_are_not_in_the_cache_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run, "eval", {**chat_run.EVAL, "data": {"prompts": "nobody/nothing-of-this-name"}})
+    inputs_of(run)
+    assert "nobody/nothing-of-this-name is not in the cache: its prompts are not omitted" in capsys.readouterr().err
+
+
+def test_a_model_trained_on_conversations_gets_texts_as_turns(tmp_path: Path) -> None:
+    run = chat_run.make(tmp_path, template="chatml")
+    jsonl.write_jsonl(run / "prompts.jsonl", [{"prompt": "tell me about the sea"}])
+    write(run, "ppo", chat_run.PPO)
+    inputs = inputs_of(run)
+    assert inputs.tokenizer.decode(inputs.prompts[0].ids).startswith("<|im_start|>user\ntell me about the sea")
+
+
+def test_each_model_answers_as_often_as_the_others(run: Path) -> None:
+    three = f"sft,{run / 'sft'},{run.resolve() / 'sft'}"
+    inputs = inputs_of(run, sources=three)
+    assert len(inputs.policies) == inputs.answers == 3
+    assert inputs_of(run, sources=three, answers=6).answers == 6
+    with pytest.raises(RLHFError, match="C11"):
+        inputs_of(run, sources=three, answers=4)
+
+
+def test_a_judge_that_compares_two_models_has_its_own_folder() -> None:
+    assert LabelOptions(compare="sft,ppo").folder_name == "compare"
+    assert LabelOptions(compare="sft,ppo", by="judges:short").folder_name == "compare.judges.short"
+
+
 def test_pairs_go_to_another_tool_and_its_labels_come_back(run: Path) -> None:
     tool = ("--n", 3, "--format", "argilla")
     must_succeed(label(run, *tool, "--export", "pairs.json"))
     records = json.loads(Path("pairs.json").read_text())
     records[2]["responses"] = {"choice": [{"value": "tie", "user_id": "ann"}]}
     Path("done.json").write_text(json.dumps(records))
-    assert "1 new labels" in must_succeed(label(run, *tool, "--import", "done.json")).stdout
+    result = must_succeed(label(run, *tool, "--import", "done.json"))
+    assert "1 new labels" in result.stdout and "label    1 labels in run/labels/people/labels.jsonl" in result.stderr
     (row,) = lines(run / "labels/people/labels.jsonl")
     assert (row["annotator"], row["choice"], row["pair"]) == ("ann", "tie", records[2]["id"])
 
@@ -104,6 +149,8 @@ def test_pairs_go_to_another_tool_and_its_labels_come_back(run: Path) -> None:
         (["--export", "pairs.jsonl"], "D01"),
         (["--import", "x.json"], "C11"),
         (["--format", "argilla"], "C11"),
+        (["--format", "argilla", "--import", "x.json", "--export", "y.json"], "C11"),
+        (["--export", "run/eval.yaml", "--format", "argilla"], "C15"),
         (["--format", "other", "--import", "x.json"], "C07"),
         (["--seed", "1", "--name", "made"], "C15"),
     ],
@@ -113,6 +160,7 @@ def test_options_that_do_not_fit_are_refused_with_one_line(run: Path, arguments:
         must_succeed(label(run, "--terminal", "--n", 1, "--name", "made"))
     result = label(run, "--terminal", *arguments)
     assert result.exit_code == 2 and f"error[{code}]" in result.stderr and "Traceback" not in result.stderr
+    assert "made" in arguments or not (run / "labels").exists()
 
 
 def test_a_file_edited_by_hand_is_refused_with_its_line_and_kept(run: Path) -> None:

@@ -251,6 +251,7 @@ def test_keys_label_the_pairs_and_markdown_becomes_elements(tmp_path: Path) -> N
         ["Pair 1 of 3", "prompt 0", "Undone. Pair 1 of 3"],
         ["Pair 2 of 3", "prompt 1", "Tie, saved. Pair 2 of 3"],
         ["Pair 3 of 3", "prompt 2", "Both bad, saved. Pair 3 of 3"],
+        ["Pair 3 of 3", "prompt 2", "Both bad, saved. Pair 3 of 3"],  # a pair that nobody has read yet is not labelled
         ["Pair 3 of 3", "prompt 2", "Both bad, saved. Pair 3 of 3"],  # with the help open, keys do not label
         ["All pairs are labelled", "", "Not saved. All pairs are labelled"],  # another tab was faster
     ]
@@ -259,6 +260,7 @@ def test_keys_label_the_pairs_and_markdown_becomes_elements(tmp_path: Path) -> N
         'ul(li("one") li(em("two"))) ol(li("x")) pre(code("a = 1")) blockquote("said"))'
     )
     assert set(found["answers"]) == {"one 0", "another 0Cut off at the length limit."}
+    assert found["earlier"].startswith("This page is of an earlier rlhf label") and "Not saved" in found["earlier"]
     assert found["help"] is True and "has a label: skip" in found["error"]
     assert [label.choice for label in LabelStore(tmp_path).labels] == ["tie", "bad", "skip"]
     rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]

@@ -31,15 +31,27 @@ def test_another_process_goes_on_behind_the_last_label(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", range(1, 60, 7))
-def test_a_torn_last_line_is_removed_and_its_pair_shown_again(tmp_path: Path, missing: int) -> None:
+def test_a_torn_last_line_is_removed_and_its_pair_shown_again(
+    tmp_path: Path, missing: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = session(tmp_path)
     names = [choose_next(first), choose_next(first)]
     path = tmp_path / "labels.jsonl"
     path.write_bytes(path.read_bytes()[:-missing])
     second = session(tmp_path)
+    said = "an unfinished last line of" in capsys.readouterr().err
+    assert said == (missing > 1)
     if missing > 1:  # else only the line break is missing, as an editor may leave it
         assert choose_next(second) == names[1]
     assert [name for name, _ in choices(tmp_path)] == names
+
+
+@pytest.mark.parametrize("line", ['{"undo": ["x"]}', '{"undo": "0:0-1", "annotator": {}}'])
+def test_an_undo_edited_by_hand_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "labels.jsonl").write_text(f"{line}\n")
+    with pytest.raises(RLHFError, match="D20") as caught:
+        session(tmp_path)
+    assert str(caught.value.problems[0].where).endswith("labels.jsonl:1")
 
 
 def test_a_full_disk_loses_no_label_and_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
