@@ -75,7 +75,7 @@ def by_ppo(folder: Path, source: ModelReward, pairs: list[dict[str, Any]], answe
     return source(Rollout.from_lists(prompts, responses))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("gemma", marks=pytest.mark.slow)])
 def test_accuracy_in_ppo_is_that_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(0)
     pairs, held_out = pairs_of(generator, 300), pairs_of(generator, 100)

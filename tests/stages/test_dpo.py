@@ -118,7 +118,11 @@ def test_the_loss_of_each_step_is_that_of_the_paper(
     assert (last["eval_loss"], last["eval_rewards/accuracies"]) == (metrics["loss"], metrics["accuracy"])
 
 
-@pytest.mark.parametrize("model", [{}, {"adapters": {"kind": "lora", "r": 4}}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param({}, marks=pytest.mark.slow), {"adapters": {"kind": "lora", "r": 4}}],
+    ids=["full", "lora"],
+)
 def test_it_learns_the_preference_and_resumes_to_the_same_bytes(
     world: World, tmp_path: Path, sft_stage: Path, model: dict[str, Any]
 ) -> None:

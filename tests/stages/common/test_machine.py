@@ -376,7 +376,10 @@ PLAIN_LAUNCH = {
 
 
 @pytest.mark.training
-@pytest.mark.parametrize(("stage", "changes"), [("sft", CHANGE_A_TRAINING), ("reward", CHANGE_A_TRAINING[-1:])])
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [("sft", CHANGE_A_TRAINING), pytest.param("reward", CHANGE_A_TRAINING[-1:], marks=pytest.mark.slow)],
+)
 def test_e10_variables_of_accelerate_change_no_byte(
     three: Path, stage: str, changes: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +409,7 @@ def test_e10_check_says_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @on_a_cpu
 @pytest.mark.training
+@pytest.mark.slow  # the test above starts the same command with the variables of a launcher
 def test_e10_accelerate_launch_trains_what_the_config_says(three: Path, tmp_path: Path) -> None:
     """Its config file and its options set variables of the same names."""
     variables = {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}

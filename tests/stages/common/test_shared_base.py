@@ -201,7 +201,13 @@ def test_the_saved_models_equal_the_trained_ones(adapters_copy: Path, value: str
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"), [("reward", "lora"), ("policy_head", "lora"), ("none", "lora"), ("reward", "qlora")]
+    ("value", "kind"),
+    [
+        ("reward", "qlora"),
+        ("policy_head", "lora"),
+        pytest.param("reward", "lora", marks=pytest.mark.slow),
+        pytest.param("none", "lora", marks=pytest.mark.slow),
+    ],
 )
 def test_resume_equals_a_straight_run(adapters_run: Path, trained: Path, tmp_path: Path, value: str, kind: str) -> None:
     folders = [shutil.copytree(adapters_run, tmp_path / name) for name in ("straight", "stopped")]
