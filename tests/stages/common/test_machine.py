@@ -409,7 +409,7 @@ def test_e10_check_says_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @on_a_cpu
 @pytest.mark.training
-@pytest.mark.slow  # the test above starts the same command with the variables of a launcher
+@pytest.mark.slow  # test_one_process_of_a_launcher starts the same command
 def test_e10_accelerate_launch_trains_what_the_config_says(three: Path, tmp_path: Path) -> None:
     """Its config file and its options set variables of the same names."""
     variables = {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}
