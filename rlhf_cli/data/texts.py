@@ -186,6 +186,11 @@ def joined(prompt: PromptText) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
 
 
+def joined_with_roles(conversation: Conversation) -> str:
+    """Return the messages of a conversation as one text, each behind its role."""
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in conversation)
+
+
 def prompt_key(prompt: PromptText) -> bytes:
     """Return a hash that is equal for the same prompt as text and as messages."""
     return blake2b(joined(prompt).strip().encode("utf-8", "surrogatepass"), digest_size=12).digest()

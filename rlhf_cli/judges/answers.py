@@ -64,8 +64,12 @@ def _read(path: Path) -> dict[str, Answer]:
 
 
 def _answer(row: dict[str, Any], where: str) -> Answer:
-    counts: dict[str, Any] = {name: row.get(name) for name in ("calls", "prompt_tokens", "completion_tokens")}
-    if row.get("winner") in WINNERS and all(type(count) is int for count in counts.values()):
+    counts: dict[str, Any] = {}
+    for name in ("calls", "prompt_tokens", "completion_tokens"):
+        counts[name] = row.get(name)
+
+    are_numbers = all(type(count) is int for count in counts.values())
+    if row.get("winner") in WINNERS and are_numbers:
         return Answer(row["winner"], **counts)
     hint = "remove the line: the judge is asked again"
     raise RLHFError("D03", "the line is not an answer of a judge", where=where, hint=hint)

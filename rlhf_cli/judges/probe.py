@@ -51,9 +51,13 @@ class ProbePair:
 def probe_pairs() -> list[ProbePair]:
     """Return six answers against their own words shuffled, six against another prompt's answer, four against itself."""
     draw = random.Random(SEED)
-    others = [answer for _, answer in TEXTS[1:] + TEXTS[:1]]
-    shuffled = [ProbePair(prompt, answer, _shuffled(answer, draw)) for prompt, answer in TEXTS]
-    swapped = [ProbePair(prompt, answer, other) for (prompt, answer), other in zip(TEXTS, others, strict=True)]
+    next_texts = TEXTS[1:] + TEXTS[:1]
+
+    shuffled = []
+    swapped = []
+    for (prompt, answer), (_, other) in zip(TEXTS, next_texts, strict=True):
+        shuffled.append(ProbePair(prompt, answer, _shuffled(answer, draw)))
+        swapped.append(ProbePair(prompt, answer, other))
     equal = [ProbePair(prompt, answer, None) for prompt, answer in TEXTS[:NUM_EQUAL]]
     return shuffled + swapped + equal
 

@@ -4,10 +4,12 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from serving import serving
 
 MODEL = "stand-in"
 TEXTS = re.compile(
@@ -156,15 +158,6 @@ def other_model(body: Any) -> Answer | None:
     return None if body["model"] == MODEL else failure(404, f"The model `{body['model']}` does not exist.")
 
 
-@contextmanager
-def stand_in(rule: Rule = sensible) -> Iterator[StandIn]:
-    """Context manager that runs the endpoint."""
-    server = StandIn(rule)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def stand_in(rule: Rule = sensible) -> AbstractContextManager[StandIn]:
+    """Return a context in which the endpoint runs."""
+    return serving(StandIn(rule))

@@ -1,11 +1,11 @@
 """The part of W&B's server that its client uses: it stores a run, and returns the last step of a resumed one."""
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from serving import serving
 
 
 class StandIn(ThreadingHTTPServer):
@@ -65,15 +65,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-@contextmanager
-def stand_in() -> Iterator[StandIn]:
-    """Context manager that runs the server."""
-    server = StandIn()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def stand_in() -> AbstractContextManager[StandIn]:
+    """Return a context in which the server runs."""
+    return serving(StandIn())

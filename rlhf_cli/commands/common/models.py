@@ -104,9 +104,15 @@ class ReplyScorer:
         terms = {name: source for name, source in self.config.rewards.items() if source.weight}
         if len(terms) < 2 or not terms.keys() <= scores.keys():
             return None
-        raw = {name: torch.tensor([scores[name]]) for name in terms}
-        weights = {name: source.weight for name, source in terms.items()}
-        clips = {name: source.clip for name, source in terms.items() if source.clip is not None}
+
+        raw = {}
+        weights = {}
+        clips = {}
+        for name, source in terms.items():
+            raw[name] = torch.tensor([scores[name]])
+            weights[name] = source.weight
+            if source.clip is not None:
+                clips[name] = source.clip
         return float(weighted_sum(raw, weights, clips))
 
 
@@ -119,9 +125,7 @@ def open_models(
     C07, C11 for models that cannot chat or be compared; in a comparison also M01 or M10 if PPO's SFT model is missing
     or has changed; M01, M06-M08 if a model cannot be loaded.
     """
-    names = [] if compare is None else compare.split(",")
-    if names and sorted(names) != sorted(COMPARED_STAGES):
-        raise RLHFError("C07", f"--compare {compare}: not sft,ppo or ppo,sft", hint="--compare sft,ppo")
+    names = [] if compare is None else parse_compare(compare)
     if names and stage is not None:
         raise RLHFError("C11", "--compare and --stage both select the models", hint="omit --stage")
 
@@ -140,13 +144,22 @@ def open_models(
         missing.append(f"no KL: {error.problems[0].text}")
 
     with Progress("chat", (2 if sft else 1) + len(config.rewards), "model", brief=True) as bar:
-        load_weights([policy, sft] if sft else [policy], config, options, bar)
-        scorer = load_scorer(config, policy, list(config.rewards), options, bar)
+        tokenizer = tokenizers.load_tokenizer(policy.parent.model, trust_remote_code=options.trust_remote_code)
+        load_weights([policy, sft] if sft else [policy], tokenizer, config, options, bar)
+        scorer = load_scorer(config, policy, tokenizer, list(config.rewards), options, bar)
     scorer.sft = sft
     scorer.missing = missing + scorer.missing
     if not names or sft is None:
         return [policy], scorer
     return [policy if name == "ppo" else sft for name in names], scorer
+
+
+def parse_compare(compare: str) -> list[str]:
+    """Return the models that --compare names, in its order. Raises RLHFError C07 unless they are sft and ppo."""
+    names = compare.split(",")
+    if sorted(names) != sorted(COMPARED_STAGES):
+        raise RLHFError("C07", f"--compare {compare}: not sft,ppo or ppo,sft", hint="--compare sft,ppo")
+    return names
 
 
 def resolve_policy(folder: Path, stage: str | None, step: str) -> ChatModel:
@@ -206,13 +219,14 @@ def _open_parents(config: PPOConfig, policy: ChatModel, start: str) -> dict[str,
     return parents
 
 
-def load_weights(models: Sequence[ChatModel], config: PPOConfig, options: Options, bar: Progress) -> None:
+def load_weights(
+    models: Sequence[ChatModel], tokenizer: Any, config: PPOConfig, options: Options, bar: Progress
+) -> None:
     """Load the weights of models of one vocabulary. Raises RLHFError M01, M06-M08."""
-    trust = options.trust_remote_code
-    tokenizer = tokenizers.load_tokenizer(models[0].parent.model, trust_remote_code=trust)
+    load_kwargs = load.load_kwargs(config.models, options.trust_remote_code)
     for model in models:
         path = shown(model.parent.path)
-        weights = load.load_causal_lm(model.parent.model, **load.load_kwargs(config.models, trust))
+        weights = load.load_causal_lm(model.parent.model, **load_kwargs)
         tokenizers.check_vocabulary(weights, tokenizer, path)
         model.weights = weights.to(devices.device()).eval()
         bar.advance(note=path)
@@ -221,12 +235,12 @@ def load_weights(models: Sequence[ChatModel], config: PPOConfig, options: Option
 def load_scorer(
     config: PPOConfig,
     policy: ChatModel,
+    tokenizer: Any,
     rewards: Sequence[str],
     options: Options,
     bar: Progress,
 ) -> ReplyScorer:
     """Load each available reward for replies of the loaded `policy`; the others are in the scorer's `missing`."""
-    tokenizer = tokenizers.load_tokenizer(policy.parent.model, trust_remote_code=options.trust_remote_code)
     vocab_size = policy.weights.get_input_embeddings().weight.shape[0]
     stop_token_id = setup.stop_token_id(config, tokenizer, policy.parent, vocab_size)
     policy_text = scoring.PolicyText(policy.parent, tokenizer, stop_token_id, [])

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.commands.label.session import SLOTS, LabelSession, Refused, Shown
 from rlhf_cli.data.labels import MAX_SECONDS
+from rlhf_cli.data.texts import joined_with_roles
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import write_json
@@ -161,9 +162,7 @@ def _from_label_studio(task: Mapping[str, Any]) -> Iterator[ImportedLabel]:
 
 def _text(prompt: str | Conversation) -> str:
     """Return a prompt as one text."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    return prompt if isinstance(prompt, str) else joined_with_roles(prompt)
 
 
 def _answers(texts: Mapping[str, Any]) -> tuple[str, str]:

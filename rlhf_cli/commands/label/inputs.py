@@ -12,6 +12,7 @@ from rlhf_cli.commands.common.models import (
     load_scorer,
     load_weights,
     open_reference,
+    parse_compare,
     resolve_policy,
     run_config,
 )
@@ -27,7 +28,7 @@ from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import files_sha256, read_json_object, write_json
 from rlhf_cli.models import load, tokenizers
 from rlhf_cli.progress import Progress
-from rlhf_cli.runs.layout import COMPARED_STAGES, POLICY_STAGES
+from rlhf_cli.runs.layout import POLICY_STAGES
 from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.stages.common import reading
 from rlhf_cli.stages.common.model_loading import set_turns
@@ -151,9 +152,7 @@ def _resolve_policies(run: Path, newest: ChatModel, config: PPOConfig, label_opt
 
 def _compared(run: Path, config: PPOConfig, compare: str) -> list[ChatModel]:
     """Return PPO's policy and the SFT model that it started from, in the order of --compare."""
-    names = compare.split(",")
-    if sorted(names) != sorted(COMPARED_STAGES):
-        raise RLHFError("C07", f"--compare {compare}: not sft,ppo or ppo,sft", hint="--compare sft,ppo")
+    names = parse_compare(compare)
     ppo = resolve_policy(run, "ppo", LAST)
     sft = open_reference(config, ppo)
     assert sft is not None, "only an SFT model has no reference"
@@ -221,8 +220,8 @@ def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Opti
 
     policies = inputs.policies
     with Progress("label", len(policies) + len(rewards), "model", brief=True) as bar:
-        load_weights(policies, config, options, bar)
-        scorer = load_scorer(config, policies[0], rewards, options, bar)
+        load_weights(policies, inputs.tokenizer, config, options, bar)
+        scorer = load_scorer(config, policies[0], inputs.tokenizer, rewards, options, bar)
     if scorer.missing:
         raise RLHFError("C11", f"--order uncertain: {scorer.missing[0]}", hint="--order random")
     settings = config.ppo

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from rlhf_cli.stages.eval.pairwise_judges import (
     check_calls,
     describe_cost,
     describe_most,
+    judge_location,
     most_calls,
     most_tokens,
     shown_prompt,
@@ -166,9 +168,7 @@ def _pairwise_judge(name: str, inputs: LabelInputs, num_pairs: int) -> Comparing
     if settings is None:
         return None
 
-    def where(key: str) -> str:
-        return config.where(f"judges.{name}.openai.{key}".removesuffix("."))
-
+    where = partial(judge_location, config, name)
     judge = PairwiseJudge.of(name, settings, inputs.run, where)
     num_pairs = min(num_pairs, len(inputs.rows) * math.comb(inputs.answers, 2))
     check_calls(name, settings, num_pairs, pairs=f"{num_pairs} pairs", lower="--n", where=where("max_calls"))

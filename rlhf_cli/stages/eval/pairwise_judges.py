@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf_cli import data, terminal
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.judges import OpenAIJudge
-from rlhf_cli.data.texts import joined
+from rlhf_cli.data.texts import joined, joined_with_roles
 from rlhf_cli.errors import RLHFError, collect_errors
 from rlhf_cli.evaluation.pairwise import pairwise_win_rates
 from rlhf_cli.evaluation.responses import EvalResponses
@@ -33,8 +33,8 @@ def check_judges(config: EvalConfig, num_prompts: int) -> None:
 def _check_judge(config: EvalConfig, name: str, num_prompts: int) -> None:
     settings = config.pairwise_judges[name]
     require_package(config.where(f"judges.{name}.openai"))
-    api_key(settings, partial(_where, config, name))
-    where = _where(config, name, "max_calls")
+    api_key(settings, partial(judge_location, config, name))
+    where = judge_location(config, name, "max_calls")
     check_calls(name, settings, num_prompts, pairs=f"{num_prompts} prompts", lower="eval.n", where=where)
 
 
@@ -48,7 +48,8 @@ def check_calls(name: str, settings: OpenAIJudge, num_pairs: int, *, pairs: str,
         raise RLHFError("C17", f"{text}, and max_calls is {settings.max_calls:,}", where=where, hint=hint)
 
 
-def _where(config: EvalConfig, name: str, key: str) -> str:
+def judge_location(config: EvalConfig, name: str, key: str) -> str:
+    """Return where a key of a judge stands in eval.yaml, for messages; "": where the judge does."""
     return config.where(f"judges.{name}.openai.{key}".removesuffix("."))
 
 
@@ -90,7 +91,7 @@ def open_judges(config: EvalConfig, num_prompts: int) -> dict[str, PairwiseJudge
     check_judges(config, num_prompts)
     judges = {}
     for name, settings in config.pairwise_judges.items():
-        judge = PairwiseJudge.of(name, settings, Path(config.run), partial(_where, config, name))
+        judge = PairwiseJudge.of(name, settings, Path(config.run), partial(judge_location, config, name))
         judge.pass_probe()
         judges[name] = judge
     return judges
@@ -124,7 +125,7 @@ def shown_prompt(prompt: data.Prompt) -> str:
     """Return what the judge is shown of a prompt: of a conversation with several messages, with their roles."""
     if isinstance(prompt.text, str) or len(prompt.text) == 1:
         return joined(prompt.text)
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt.text)
+    return joined_with_roles(prompt.text)
 
 
 def _cost(judge: PairwiseJudge) -> JudgeCost:
