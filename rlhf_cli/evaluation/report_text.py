@@ -207,6 +207,8 @@ def pairwise_sentences(report: Report) -> Iterator[str]:
             parts.append(f"the answer shown first wins {with_interval(rate.first_slot, rate.first_slot_ci95)}")
         for other, agreed in (rate.agreement or {}).items():
             parts.append(f"it agrees with {other} on {with_interval(agreed.value, agreed.ci95)}")
+        if cost.too_long:
+            parts.append(f"{cost.too_long:,} pairs were too long for it and are left out")
         tokens = cost.prompt_tokens + cost.completion_tokens
         took = f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
         yield f"Judge {judge}, {cost.model}: {'; '.join([*parts, took])}"

@@ -56,13 +56,16 @@ class ComparingJudge:
     prompts: Sequence[data.Prompt]
 
     def choices(self, pairs: Sequence[Shown]) -> list[str]:
-        """Return the slot of the better answer of each pair: 1, 2, or tie."""
+        """Return the slot of the better answer of each pair: 1, 2, tie, or skip if it is too long for the judge."""
         asked = []
         for each in pairs:
             first, second = each.answers
             prompt = shown_prompt(self.prompts[_prompt_row(each)])
             asked.append(Pair(prompt, first.strip(), second.strip()))
-        return [_slot(comparison.points, 0.5) for comparison in self.judge.compare(asked)]
+        return [
+            "skip" if comparison.is_too_long else _slot(comparison.points, 0.5)
+            for comparison in self.judge.compare(asked)
+        ]
 
 
 @dataclass(frozen=True)

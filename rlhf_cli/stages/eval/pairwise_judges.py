@@ -80,6 +80,8 @@ def describe_cost(name: str, cost: Cost) -> str:
     text = f"judge {name}: {cost.asked:,} calls now"
     if cost.kept:
         text += f", {cost.kept:,} answers were on disk"
+    if cost.too_long:
+        text += f", {cost.too_long:,} pairs were too long for it"
     return f"{text}; all answers together took {tokens:,} tokens" if tokens else text
 
 
@@ -112,9 +114,10 @@ def add_win_rates(
     pairs = [Pair(shown_prompt(prompt), ours.strip(), theirs.strip()) for prompt, ours, theirs in rows]
 
     compared = {name: judge.compare(pairs) for name, judge in judges.items()}
-    rates = {**report.win_rate[PPO_OVER_SFT], **pairwise_win_rates(compared, ppo, sft)}
     for name, judge in judges.items():
         terminal.say(f"eval     {describe_cost(name, judge.cost)}")
+        judge.require_few_too_long(compared[name])
+    rates = {**report.win_rate[PPO_OVER_SFT], **pairwise_win_rates(compared, ppo, sft)}
     return report.with_changes(
         win_rate={**report.win_rate, PPO_OVER_SFT: rates},
         judge_costs={name: _cost(judge) for name, judge in judges.items()},
@@ -136,4 +139,5 @@ def _cost(judge: PairwiseJudge) -> JudgeCost:
         calls=cost.calls,
         prompt_tokens=cost.prompt_tokens,
         completion_tokens=cost.completion_tokens,
+        too_long=cost.too_long or None,
     )
