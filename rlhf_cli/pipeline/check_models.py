@@ -17,6 +17,7 @@ from rlhf_cli.config.sft import BestOfSettings, SFTConfig
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
+from rlhf_cli.judges import costs
 from rlhf_cli.models import build, load, lora, row_trial, tokenizers
 from rlhf_cli.pipeline.check_report import CheckReport, StageCheck
 from rlhf_cli.ppo.rollout import uses_cache
@@ -232,9 +233,9 @@ class StageValidator:
         self.report.attempt(pairwise_judges.check_judges, config, count)
         prompt_tokens = sum(len(row.ids) for row in rows) / len(rows) if rows else 0
         for name, settings in config.pairwise_judges.items():
-            calls = pairwise_judges.most_calls(settings, count)
-            tokens = pairwise_judges.most_tokens(settings, count, prompt_tokens, response_length)
-            self.report.add("eval", f"judges.{name}", pairwise_judges.describe_most(calls, tokens))
+            calls = costs.most_calls(settings, count)
+            tokens = costs.most_tokens(settings, count, prompt_tokens, response_length)
+            self.report.add("eval", f"judges.{name}", costs.describe_most(calls, tokens))
 
     def _response_length(self, stage: StageCheck, config: EvalConfig) -> int:
         """Return the length of responses that an evaluation samples: its own, or that of PPO."""

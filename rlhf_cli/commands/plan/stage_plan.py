@@ -7,9 +7,9 @@ from rlhf_cli.commands.plan.advice import Advice, advise, overhead_of, verdict
 from rlhf_cli.commands.plan.inputs import ModelResolver
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.errors import shown
+from rlhf_cli.judges import costs
 from rlhf_cli.planning.duration import estimate_duration
 from rlhf_cli.planning.estimate import Estimate
-from rlhf_cli.stages.eval import pairwise_judges
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ def _judge_costs(stage: Estimate) -> dict[str, JudgeCost]:
     lengths = stage.data.lengths
     prompt_tokens = lengths.prompt_mean or lengths.prompt
     response_tokens = lengths.response_mean or lengths.response
-    costs = {}
+    found = {}
     for name, settings in stage.config.pairwise_judges.items():
-        tokens = pairwise_judges.most_tokens(settings, rows, prompt_tokens, response_tokens)
-        costs[name] = JudgeCost(pairwise_judges.most_calls(settings, rows), tokens)
-    return costs
+        tokens = costs.most_tokens(settings, rows, prompt_tokens, response_tokens)
+        found[name] = JudgeCost(costs.most_calls(settings, rows), tokens)
+    return found
 
 
 def plan_total(plans: Sequence[StagePlan], load_seconds: float | None) -> TotalPlan:

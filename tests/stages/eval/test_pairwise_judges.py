@@ -12,9 +12,7 @@ from ppo_folder import EVAL, evaluate, fails, lines, manifest, must_succeed, rlh
 from report_run import text_of
 from stand_in_judge import MODEL, StandIn
 
-from rlhf_cli.data import Prompt
-from rlhf_cli.data.readers import RowLocation
-from rlhf_cli.stages.eval import pairwise_judges
+from rlhf_cli.judges.question import shown_prompt
 
 pytestmark = pytest.mark.training
 QUICK = {"n": 12, "best_of": [2], "frontier": False, "modes": ["sampled"], "per_device_batch_size": 8}
@@ -93,10 +91,9 @@ def test_a_judge_that_always_takes_the_first_ends_before_anything_is_sampled(run
 
 
 def test_a_conversation_is_shown_with_its_roles_and_a_single_question_as_it_is() -> None:
-    place = RowLocation(Path("p.jsonl"), 1)
     question = {"role": "user", "content": "Why?"}
     asked = [question, {"role": "assistant", "content": "So."}, {"role": "user", "content": "How?"}]
-    texts = [pairwise_judges.shown_prompt(Prompt([], text, place)) for text in ("Why?", [question], asked)]
+    texts = [shown_prompt(text) for text in ("Why?", [question], asked)]
     assert texts == ["Why?", "Why?", "user: Why?\n\nassistant: So.\n\nuser: How?"]
 
 
