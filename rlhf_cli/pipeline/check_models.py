@@ -28,7 +28,7 @@ from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key, is_scorer_key
 from rlhf_cli.stages.common import batch_sizes, machine, model_loading, reading, scoring, trainable_model, training_rows
 from rlhf_cli.stages.eval import evaluation_inputs, pairwise_judges
-from rlhf_cli.stages.ppo import prompt_rows, reward_sources, setup
+from rlhf_cli.stages.ppo import prompt_rows, reward_judges, reward_sources, setup
 
 Row = TypeVar("Row")
 Prompts = data.Rows[Any] | None
@@ -197,7 +197,19 @@ class StageValidator:
         with self.report.collecting():
             reward_sources.check_reward_columns(config, reward_fns, prompts, held_out)
             self._try_functions(stage, "rewards", functions, prompts, start.tokenizer)
+        if not stage.finished:
+            self._check_reward_judges(config, prompts)
         self.report.add("ppo", "batches", prompt_rows.describe_batches(config, prompts))
+
+    def _check_reward_judges(self, config: PPOConfig, prompts: Sequence[data.Prompt]) -> None:
+        """Check how often the run may ask the judges among its rewards, and add what they cost at most."""
+        self.report.attempt(reward_judges.check_calls_of_run, config, len(prompts))
+        num_pairs = reward_judges.most_pairs(config, len(prompts))
+        prompt_tokens = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
+        for name, settings in config.judges.items():
+            calls = costs.most_calls(settings, num_pairs)
+            tokens = costs.most_tokens(settings, num_pairs, prompt_tokens, config.ppo.max_response_length)
+            self.report.add("ppo", f"rewards.{name}", costs.describe_most(calls, tokens))
 
     # Evaluation
 
