@@ -142,7 +142,8 @@ def _require_a_score(raw: dict[str, Tensor], weights: dict[str, float], records:
         if records:
             prompt = str(records[row]["prompt"])
             text = f"{text} (prompt: {prompt[:60]!r})"
-        raise RLHFError("R05", text, hint="return a number for each row from at least one of them")
+        hint = "return a number for each row from at least one of them; an answer that is too long for a judge has none"
+        raise RLHFError("R05", text, hint=hint)
 
 
 def normalize_scores(scores: Tensor, stats: RunningMeanStd, settings: PPOSettings) -> Tensor:
