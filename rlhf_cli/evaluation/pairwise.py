@@ -17,8 +17,8 @@ def pairwise_win_rates(
 ) -> WinRates:
     """Return the win rates of `policy` by judges that compared its answers (first) with those of `baseline`.
 
-    Both orders of a pair are one result, so that the interval counts prompts. Pairs that are too long for a judge are
-    left out.
+    Both orders of a pair are one result, so that the interval counts prompts. Pairs that are too long for a judge do
+    not count.
     """
     points = {judge: [each.points for each in comparisons] for judge, comparisons in compared.items()}
     ties = {judge: [TIE] * len(comparisons) for judge, comparisons in compared.items()}

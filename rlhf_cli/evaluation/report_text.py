@@ -208,7 +208,7 @@ def pairwise_sentences(report: Report) -> Iterator[str]:
         for other, agreed in (rate.agreement or {}).items():
             parts.append(f"it agrees with {other} on {with_interval(agreed.value, agreed.ci95)}")
         if cost.too_long:
-            parts.append(f"{cost.too_long:,} pairs were too long for it and are left out")
+            parts.append(f"{cost.too_long:,} pairs were too long for it and do not count")
         tokens = cost.prompt_tokens + cost.completion_tokens
         took = f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
         yield f"Judge {judge}, {cost.model}: {'; '.join([*parts, took])}"

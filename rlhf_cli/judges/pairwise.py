@@ -97,7 +97,7 @@ class Cost:
 class PairwiseJudge:
     """Compares pairs of answers. Each answer of the model is on disk at once, and no text is asked about twice.
 
-    A pair that the endpoint refuses as too long for its model is left out, and asked about again the next time.
+    A pair that the endpoint refuses as too long for its model is skipped, and asked about again the next time.
     Raises RLHFError J01 for a reply that names no winner, J02 for a judge that fails the probe, J03 as Endpoint, J04 if
     `max_calls` are used up, J05 if too many pairs are too long.
     """
@@ -180,7 +180,7 @@ class PairwiseJudge:
                     try:
                         self.file.add(self._key(question), await self._ask_one(client, question))
                     except TooLongError as refusal:
-                        self._leave_out(str(refusal))
+                        self._skip(str(refusal))
                     bar.advance()
 
             workers = [asyncio.create_task(work()) for _ in range(min(self.settings.concurrency, len(questions)))]
@@ -212,12 +212,12 @@ class PairwiseJudge:
         hint = "use a model that follows instructions, or an endpoint with JSON Schema (response_format)"
         raise RLHFError("J01", text, hint=f"{hint}; the answers so far are kept")
 
-    def _leave_out(self, refusal: str) -> None:
-        """Say once that pairs are left out, which cost nothing."""
+    def _skip(self, refusal: str) -> None:
+        """Say once that pairs are skipped, which cost nothing."""
         self.cost.asked -= 1
         if not self.refusal:
             self.refusal = excerpt(refusal.encode())
-            terminal.say(f"judge {self.name}: pairs that are too long for it are left out: {self.refusal}")
+            terminal.say(f"judge {self.name}: pairs that are too long for it are skipped: {self.refusal}")
 
     def _count_call(self) -> None:
         if self.cost.asked >= self.settings.max_calls:

@@ -110,7 +110,7 @@ def test_a_refusal_is_not_repeated_and_says_what_to_do(server: StandIn, tmp_path
         (400, "The input token count (900) exceeds the maximum number of tokens allowed (64).", None),
     ],
 )
-def test_a_pair_that_is_too_long_is_left_out_and_asked_about_the_next_time(
+def test_a_pair_that_is_too_long_is_skipped_and_asked_about_the_next_time(
     server: StandIn, tmp_path: Path, status: int, text: str, code: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.every = lambda body: failure(status, text, code) if "number 2" in body["messages"][0]["content"] else None
@@ -118,7 +118,7 @@ def test_a_pair_that_is_too_long_is_left_out_and_asked_about_the_next_time(
     found = judge.compare(PAIRS)
     assert found == [FIRST_WINS, FIRST_WINS, Comparison(is_too_long=True), FIRST_WINS] and judge.endpoint.sends_schema
     assert (judge.cost.too_long, judge.cost.asked, len(server.requests)) == (1, 6, 8)
-    assert capsys.readouterr().err.count("pairs that are too long for it are left out: ") == 1
+    assert capsys.readouterr().err.count("pairs that are too long for it are skipped: ") == 1
     with pytest.raises(RLHFError) as caught:
         judge.require_few_too_long(found)
     (problem,) = caught.value.problems

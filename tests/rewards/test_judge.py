@@ -180,7 +180,7 @@ def test_a_response_that_is_too_long_for_the_judge_has_no_score(run_folder: Path
     judged(run_folder, server, probe=False)
     result = ppo(run_folder)
     fails(result, "R05", "no reward has a score for row", "too long for a judge has none", exit_code=1)
-    assert result.stderr.count("judge llm: pairs that are too long for it are left out: ") == 1
+    assert result.stderr.count("judge llm: pairs that are too long for it are skipped: ") == 1
     must_succeed(ppo(run_folder, "--fresh", "-s", "rewards.brief={builtin: length, parameters: {most: 3}}"))
     shares = [row["objective/unscored/llm"] for row in lines(run_folder / "ppo/metrics.jsonl")]
     assert max(shares) > 0 and max(shares) < 1
