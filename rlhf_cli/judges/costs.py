@@ -45,5 +45,5 @@ def describe_cost(name: str, cost: Cost) -> str:
     if cost.kept:
         text += f", {cost.kept:,} answers were on disk"
     if cost.too_long:
-        text += f", {cost.too_long:,} pairs were too long for it"
+        text += f", {cost.too_long:,} too long for it"
     return f"{text}; all answers together took {tokens:,} tokens" if tokens else text

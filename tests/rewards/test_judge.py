@@ -140,7 +140,7 @@ FAULTS = [
     (stand_in_judge.prose, "answers 'Both answers have their merits"),
     (stand_in_judge.busy_for_an_hour, "answered 429: 'rate limit reached', and asks to wait 3600 s (1 try"),
     (stand_in_judge.broken, "answered 500: 'internal error' ("),
-    (stand_in_judge.slow, "gave no answer within 0.1 s ("),
+    (stand_in_judge.slow, "gave no answer within 0.4 s ("),
     (stand_in_judge.closed, "cannot be reached: Server disconnected"),
     (lambda body: stand_in_judge.failure(404, "The model does not exist."), "answered 404: 'The model does not"),
 ]
@@ -152,7 +152,7 @@ def test_each_fault_ends_an_update_with_one_line_and_the_same_command_resumes(
 ) -> None:
     monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.01)
     whole, requests, _ = straight
-    judged(run_folder, server, concurrency=1, max_wait=0.05, timeout=0.1)
+    judged(run_folder, server, concurrency=1, max_wait=0.05, timeout=0.4)
     server.faults = [lambda body: None] * 28  # the probe
     for number, (fault, says) in enumerate(FAULTS, start=1):
         server.faults += [lambda body: None] * 5
