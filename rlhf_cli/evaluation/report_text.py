@@ -212,9 +212,7 @@ def pairwise_sentences(report: Report) -> Iterator[str]:
         for other, agreed in (rate.agreement or {}).items():
             parts.append(f"it agrees with {other} on {with_interval(agreed.value, agreed.ci95)}")
         if cost.too_long:
-            parts.append(
-                f"too long for it, and not counted: {cost.too_long:,} of {cost.too_long + (rate.n or 0):,} pairs"
-            )
+            parts.append(f"too long for it, and not counted: {cost.too_long:,} of {report.n:,} pairs")
         tokens = cost.prompt_tokens + cost.completion_tokens
         took = f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
         yield f"Judge {judge}, {cost.model}: {'; '.join([*parts, took])}"

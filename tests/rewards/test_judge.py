@@ -212,9 +212,10 @@ def test_a_finished_run_is_verified_without_a_call_and_resumes_at_another_addres
 
 
 @pytest.mark.distributed
-def test_two_processes_draw_and_one_asks(run_folder: Path, server: StandIn) -> None:
+@pytest.mark.parametrize("fsdp", ["false", "true"])
+def test_two_processes_draw_and_one_asks(run_folder: Path, server: StandIn, fsdp: str) -> None:
     folder = judged(run_folder, server)
-    must_succeed(child(*command(folder / "ppo.yaml")))
+    must_succeed(child(*command(folder / "ppo.yaml", *settings(f"fsdp={fsdp}"))))
     assert len({body["messages"][0]["content"] for body in server.requests}) == len(server.requests)
     one = {row["key"]: row["answer"] for row in lines(folder / "ppo/sft_answers.jsonl")}
     must_succeed(ppo(folder, "-s", f"run={folder}/other", *settings("gradient_accumulation_steps=4")))
