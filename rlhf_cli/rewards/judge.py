@@ -4,7 +4,7 @@ The SFT model's answers are the `baseline`: all processes draw them, then the fi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -46,6 +46,7 @@ class PairwiseScores:
     run: Path
     where: Callable[[str], str]
     baseline: Baseline | None = None  # set once the models are loaded
+    consistent: list[bool] = field(default_factory=list)  # of each pair that was asked: whether both orders agree
 
     @cached_property
     def judge(self) -> PairwiseJudge:
@@ -58,7 +59,9 @@ class PairwiseScores:
         for prompt, completion in zip(prompts, completions, strict=True):
             baseline = self.baseline.answer(prompt)
             pairs.append(Pair(shown_prompt(prompt), joined(completion).strip(), baseline.strip()))
-        return [_score(comparison) for comparison in self.judge.compare(pairs)]
+        comparisons = self.judge.compare(pairs)
+        self.consistent += [each.is_consistent for each in comparisons if each.winner]
+        return [_score(comparison) for comparison in comparisons]
 
 
 def _score(comparison: Comparison) -> float | None:

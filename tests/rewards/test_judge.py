@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,11 @@ from ppo_folder import PPO, PROMPTS, fails, lines, must_succeed, ppo, rlhf, sett
 from run_cli import forked
 from stand_in_judge import MODEL, StandIn
 
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.judges import endpoint
 from rlhf_cli.judges.answers import Answer, AnswerFile
+from rlhf_cli.models.parallel import SINGLE_PROCESS
+from rlhf_cli.stages.ppo.sft_answers import SFTAnswers
 
 pytestmark = pytest.mark.training
 # Two updates of eight responses, and eight of the finished policy, in both orders.
@@ -94,6 +98,7 @@ def test_each_response_is_compared_with_the_sft_models_answer_in_both_orders(
         scores.add(row["scores"]["llm"])
     assert len(scores) > 1 and len(requests) <= 28 + CALLS
     assert f"ppo      judge llm: {len(requests)} calls now; all answers together took " in output
+    assert "; both orders agree on 1.000 of " in output
 
 
 def test_a_run_that_is_killed_between_two_answers_ends_in_the_same_bytes(
@@ -133,6 +138,35 @@ def test_an_answer_of_the_sft_model_is_of_its_prompt_and_seed(
     other_batch = answers(run_folder, "models.adapters={kind: lora}")
     both = whole.keys() & other_batch.keys()
     assert both and {key: whole[key] for key in both} == {key: other_batch[key] for key in both}
+
+
+def test_the_file_of_sfts_answers_is_read_but_for_an_unfinished_line(
+    straight: tuple[Path, list[Any], str], tmp_path: Path
+) -> None:
+    whole = (straight[0] / "ppo/sft_answers.jsonl").read_bytes()
+    path = tmp_path / "sft_answers.jsonl"
+    trainer: Any = SimpleNamespace(process_group=SINGLE_PROCESS)
+    last = lines(straight[0] / "ppo/sft_answers.jsonl")[-1]["prompt"]
+    for cut in (1, 20):
+        path.write_bytes(whole[:-cut])
+        answers = SFTAnswers(path, trainer, None, None)  # type: ignore[arg-type]  # nothing is drawn
+        assert whole.startswith(path.read_bytes()) and path.read_bytes().endswith(b"\n")
+        with pytest.raises(KeyError):
+            answers.answer(last)
+
+    path.write_bytes(whole + b'{"key": 1}\n')
+    with pytest.raises(RLHFError, match="not an answer of SFT"):
+        SFTAnswers(path, trainer, None, None)  # type: ignore[arg-type]
+    path.unlink()
+    path.symlink_to(straight[0] / "ppo/sft_answers.jsonl")
+    with pytest.raises(RLHFError) as caught:
+        SFTAnswers(path, trainer, None, None)  # type: ignore[arg-type]
+    assert caught.value.problems[0].code == "S03"
+
+
+def test_a_chat_says_why_it_shows_no_score_of_it(straight: tuple[Path, list[Any], str]) -> None:
+    result = rlhf("chat", straight[0], input="tell me about the sea number 1\n")
+    assert "no llm: it compares an answer with the SFT model's" in must_succeed(result).output
 
 
 FAULTS = [

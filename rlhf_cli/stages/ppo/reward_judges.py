@@ -40,7 +40,12 @@ def pass_probes(sources: Iterable[RolloutReward]) -> None:
 
 
 def say_costs(sources: Iterable[RolloutReward]) -> None:
-    """Print what the judges cost."""
+    """Print what the judges cost since the command began, and how often both orders of a pair agreed."""
     for source in sources:
         if isinstance(source, JudgeReward):
-            terminal.say(f"ppo      {describe_cost(source.name, source.function.judge.cost)}")
+            consistent = source.function.consistent
+            text = f"ppo      {describe_cost(source.name, source.function.judge.cost)}"
+            if consistent:
+                share = sum(consistent) / len(consistent)
+                text += f"; both orders agree on {share:.3f} of {len(consistent):,} pairs"
+            terminal.say(text)
