@@ -186,7 +186,7 @@ def test_each_fault_ends_an_update_with_one_line_and_the_same_command_resumes(
 ) -> None:
     monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.01)
     whole, requests, _ = straight
-    judged(run_folder, server, concurrency=1, max_wait=0.05, timeout=0.4)
+    judged(run_folder, server, concurrency=1, max_wait=0.3, timeout=0.4)
     server.faults = [lambda body: None] * 28  # the probe
     for number, (fault, says) in enumerate(FAULTS, start=1):
         server.faults += [lambda body: None] * 5
@@ -196,11 +196,12 @@ def test_each_fault_ends_an_update_with_one_line_and_the_same_command_resumes(
         assert len(lines(run_folder / "judges/llm.jsonl")) == 28 + 5 * number, "the answers before it are kept"
 
     server.requests.clear()
-    server.every = stand_in_judge.without_schema  # and one that is no error
+    server.every = stand_in_judge.without_schema  # and two that are no errors
+    server.faults = [stand_in_judge.busy] * 2
     must_succeed(ppo(run_folder))
     refused = [body for body in server.requests if "response_format" in body]
     assert results(run_folder) == results(whole)
-    assert len(server.requests) == len(requests) - 28 - 5 * len(FAULTS) + len(refused) and len(refused) == 1
+    assert len(server.requests) == len(requests) - 28 - 5 * len(FAULTS) + 1 + 2 and len(refused) == 1 + 2
 
 
 def test_a_judge_that_prefers_a_place_ends_the_run_before_its_first_update(run_folder: Path, server: StandIn) -> None:

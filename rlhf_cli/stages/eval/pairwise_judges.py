@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from rlhf_cli import config as configs
 from rlhf_cli import data, terminal
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.errors import collect_errors
@@ -20,9 +21,24 @@ from rlhf_cli.runs.report import PPO_OVER_SFT, JudgeCost, Report
 
 
 def check_judges(config: EvalConfig, num_prompts: int) -> None:
-    """Check what asking needs, without a call. Raises RLHFError C17 and E09, for all judges at once."""
+    """Check what asking needs, without a call. Raises RLHFError C17 and E09, for all judges at once. Warns C18."""
     checks = [partial(_check_judge, config, name, num_prompts) for name in config.pairwise_judges]
     collect_errors(*checks)
+    _warn_of_rewards(config)
+
+
+def _warn_of_rewards(config: EvalConfig) -> None:
+    """Warn (C18) of a judge that PPO was trained on."""
+    file = Path(config.models.ppo) / "config.yaml"
+    if not config.pairwise_judges or not file.is_file():
+        return
+    of_ppo = configs.load("ppo", file)
+    trained_on = [(each.model, each.rubric) for name, each in of_ppo.judges.items() if name not in of_ppo.held_out]
+    for name, settings in config.pairwise_judges.items():
+        if (settings.model, settings.rubric) in trained_on:
+            text = f"judges.{name}: PPO was trained on the choices of this judge, so winning by it proves little"
+            hint = "add a judge that PPO never saw: another model family, people, or a rule"
+            terminal.warn("C18", text, where=config.where(f"judges.{name}"), hint=hint)
 
 
 def _check_judge(config: EvalConfig, name: str, num_prompts: int) -> None:

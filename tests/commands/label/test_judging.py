@@ -108,10 +108,11 @@ def test_each_fault_of_a_language_model_is_one_line_and_no_answer_is_lost(
         stand_in_judge.broken: "J03",
         stand_in_judge.slow: "J03",
         stand_in_judge.closed: "J03",
+        lambda body: stand_in_judge.failure(404, "The model does not exist."): "J03",
     }
     with stand_in() as server:
         settings = yaml.safe_load((run / "eval.yaml").read_text())
-        judge = {"url": server.url, "model": MODEL, "probe": False, "concurrency": 1, "max_wait": 0.05, "timeout": 0.4}
+        judge = {"url": server.url, "model": MODEL, "probe": False, "concurrency": 1, "max_wait": 0.3, "timeout": 0.4}
         settings["judges"]["llm"] = {"openai": judge}
         (run / "eval.yaml").write_text(yaml.safe_dump(settings))
         for number, (fault, code) in enumerate(faults.items(), start=1):
@@ -122,10 +123,11 @@ def test_each_fault_of_a_language_model_is_one_line_and_no_answer_is_lost(
             assert len(lines(run / "judges/llm.jsonl")) == number
 
         server.every = stand_in_judge.without_schema
+        server.faults = [stand_in_judge.busy] * 2
         server.requests.clear()
         must_succeed(label(run, "--by", "llm", "--n", 8))
         assert len(lines(run / "labels/llm/labels.jsonl")) == 8
-        assert len(server.requests) == len(lines(run / "judges/llm.jsonl")) - len(faults) + 1  # one with a schema
+        assert len(server.requests) == len(lines(run / "judges/llm.jsonl")) - len(faults) + 1 + 2  # one with a schema
 
         (run / "judges/llm.jsonl").unlink()
         server.every = lambda body: stand_in_judge.too_long(body, 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import stand_in_judge
+import yaml
 from ppo_folder import EVAL, evaluate, fails, lines, manifest, must_succeed, rlhf, write
 from report_run import text_of
 from stand_in_judge import MODEL, StandIn
@@ -137,6 +138,15 @@ def test_pairs_that_are_too_long_do_not_count_and_more_than_a_tenth_of_them_end_
     report, _ = evaluate(run, "--fresh")
     assert report["win_rate"]["ppo_vs_sft"]["llm"]["n"] == 12 and "too_long" not in report["judge_costs"]["llm"]
     assert len(server.requests) == 2, "the skipped pair alone"
+
+
+@pytest.mark.parametrize(("weight", "count"), [(1.0, 1), (0.0, 0)])
+def test_a_judge_that_ppo_was_trained_on_is_named(run: Path, server: StandIn, weight: float, count: int) -> None:
+    of_ppo = yaml.safe_load((run / "ppo/config.yaml").read_text())
+    of_ppo["rewards"]["llm"] = {"openai": {"url": "http://localhost:1/v1", "model": MODEL}, "weight": weight}
+    (run / "ppo/config.yaml").write_text(yaml.safe_dump(of_ppo))
+    result = must_succeed(rlhf("check", run / "eval.yaml"))
+    assert result.stderr.count("judges.llm: PPO was trained on the choices of this judge") == count
 
 
 def test_a_conversation_is_shown_with_its_roles_and_a_single_question_as_it_is() -> None:
