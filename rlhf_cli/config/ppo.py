@@ -744,7 +744,7 @@ class PPOConfig(TrainingConfig):
         return tree
 
     @property
-    def judges(self) -> dict[str, OpenAIJudge]:
+    def reward_judges(self) -> dict[str, OpenAIJudge]:
         """Return the sources that are language models, by name."""
         return {name: source.openai for name, source in self.rewards.items() if source.openai is not None}
 

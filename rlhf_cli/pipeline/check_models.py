@@ -206,7 +206,7 @@ class StageValidator:
         self.report.attempt(reward_judges.check_calls_of_run, config, len(prompts))
         num_pairs = reward_judges.most_pairs(config, len(prompts))
         prompt_tokens = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
-        for name, settings in config.judges.items():
+        for name, settings in config.reward_judges.items():
             calls = costs.most_calls(settings, num_pairs)
             tokens = costs.most_tokens(settings, num_pairs, prompt_tokens, config.ppo.max_response_length)
             self.report.add("ppo", f"rewards.{name}", costs.describe_most(calls, tokens))

@@ -131,7 +131,7 @@ def _judge_costs(stage: Estimate) -> dict[str, JudgeCost]:
     if isinstance(config, EvalConfig):
         judges = config.pairwise_judges
     elif isinstance(config, PPOConfig):
-        judges = config.judges
+        judges = config.reward_judges
         num_pairs = reward_judges.most_pairs(config, num_pairs) if judges else 0
     else:
         return {}

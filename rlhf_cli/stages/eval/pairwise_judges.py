@@ -33,7 +33,9 @@ def _warn_of_rewards(config: EvalConfig) -> None:
     if not config.pairwise_judges or not file.is_file():
         return
     of_ppo = configs.load("ppo", file)
-    trained_on = [(each.model, each.rubric) for name, each in of_ppo.judges.items() if name not in of_ppo.held_out]
+    trained_on = [
+        (each.model, each.rubric) for name, each in of_ppo.reward_judges.items() if name not in of_ppo.held_out
+    ]
     for name, settings in config.pairwise_judges.items():
         if (settings.model, settings.rubric) in trained_on:
             text = f"judges.{name}: PPO was trained on the choices of this judge, so winning by it proves little"

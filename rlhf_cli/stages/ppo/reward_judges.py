@@ -24,7 +24,7 @@ def check_calls_of_run(config: PPOConfig, num_prompts: int) -> None:
     """Raise RLHFError C17 for all judges that a run may ask more often than their max_calls."""
     count = most_pairs(config, num_prompts)
     checks = []
-    for name, settings in config.judges.items():
+    for name, settings in config.reward_judges.items():
         key = f"rewards.{name}"
         where = config.where(f"{key}.openai.max_calls")
         pairs = f"{count:,} answers of the run"

@@ -121,7 +121,7 @@ def load_components(
         process_group=process_group,
     )
     ref_engine = rollout_engine.local_engine(HFEngine, models.ref, settings, tokenizer, stop_id)
-    if config.judges:
+    if config.reward_judges:
         answers = SFTAnswers(config.folder / sft_answers.FILE, trainer, ref_engine, tokenizer)
         reward_sources.set_baseline(trainer.rewards, answers)
     if machine.compiles(config, models.policy):
