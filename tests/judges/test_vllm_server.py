@@ -127,7 +127,7 @@ def judged(run: Path, server: Server, **settings: Any) -> Path:
 def test_an_evaluation_waits_for_a_server_that_is_killed_and_asks_nothing_twice(
     server: Server, trained_folder: Path
 ) -> None:
-    judged(trained_folder, server, concurrency=2)
+    judged(trained_folder, server, concurrency=2, max_wait=900.0)
     kept = trained_folder / "judges/llm.jsonl"
     command = [*RLHF_COMMAND, "eval", "-c", trained_folder / "eval.yaml"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -138,7 +138,7 @@ def test_an_evaluation_waits_for_a_server_that_is_killed_and_asks_nothing_twice(
     before = kept.read_bytes()
     server.start()
     _, output = process.communicate(timeout=120)
-    assert process.returncode == 0 and "trying again for 300 s" in output, output
+    assert process.returncode == 0 and "trying again for 900 s" in output, output
 
     answers = lines(kept)
     assert kept.read_bytes().startswith(before) and len(answers) > before.count(b"\n")
