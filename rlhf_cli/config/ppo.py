@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from rlhf_cli.config.base import ModelPath, Name
+from rlhf_cli.config.judges import OpenAIJudge
 from rlhf_cli.config.machinery.fields import PathField
 from rlhf_cli.config.machinery.section import (
     AboveOne,
@@ -36,7 +37,7 @@ from rlhf_cli.errors import RLHFError
 # Reward sources and models: `rewards` and `models`
 
 VALUE_KEYWORDS = ("reward", "policy_head", "none")
-KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
+KINDS = ("model", "models", "function", "builtin", "url", "pipeline", "openai")
 # Names of modules, which are not imported here.
 VERIFIERS = tuple(module.name for module in iter_modules([str(Path(__file__).parents[1] / "rewards/verifiers")]))
 BUILTINS = (*VERIFIERS, "length", "keyword", "repetition")
@@ -68,7 +69,7 @@ EnvName = Annotated[str, AfterValidator(_env_name)]
 
 
 class RewardSourceSettings(Section):
-    """Reward source. Its kind is the one key set among model, models, function, builtin, url and pipeline."""
+    """Reward source. Its kind is the one key set among KINDS."""
 
     model: ModelPath | None = None
     models: dict[Name, ModelPath] = Field(default_factory=dict)
@@ -82,6 +83,7 @@ class RewardSourceSettings(Section):
     concurrency: int = Field(8, gt=0, le=256)
     headers: dict[str, EnvName] = Field(default_factory=dict)
     pipeline: ModelPath | None = None
+    openai: OpenAIJudge | None = None
     label: str | None = None
     output: Literal["logit", "probability"] = "logit"
     input: Literal["response", "both"] = "response"
@@ -733,7 +735,18 @@ class PPOConfig(TrainingConfig):
         tree = super().identity()
         if self.models.server:
             tree["models"]["engine"] = {"vllm": {"sync": self.models.server_sync}}
+        for source in tree["rewards"].values():
+            if source["openai"] is None:
+                del source["openai"]  # as an older version recorded it
+                continue
+            for key in OpenAIJudge.OF_TRANSPORT:
+                del source["openai"][key]
         return tree
+
+    @property
+    def reward_judges(self) -> dict[str, OpenAIJudge]:
+        """Return the sources that are language models, by name."""
+        return {name: source.openai for name, source in self.rewards.items() if source.openai is not None}
 
     @property
     def held_out(self) -> list[str]:

@@ -17,7 +17,8 @@ def pairwise_win_rates(
 ) -> WinRates:
     """Return the win rates of `policy` by judges that compared its answers (first) with those of `baseline`.
 
-    Both orders of a pair are one result, so that the interval counts prompts.
+    Both orders of a pair are one result, so that the interval counts prompts. Pairs that are too long for a judge do
+    not count.
     """
     points = {judge: [each.points for each in comparisons] for judge, comparisons in compared.items()}
     ties = {judge: [TIE] * len(comparisons) for judge, comparisons in compared.items()}
@@ -26,8 +27,11 @@ def pairwise_win_rates(
 
     rates = {}
     for judge, comparisons in compared.items():
-        rate = win_rate(judge, policy, baseline).with_changes(difference=None, difference_ci95=None)  # of no scores
-        rate = _with_agreement(rate, judge, policy, baseline)
+        judged = [row for row, each in enumerate(comparisons) if not each.is_too_long]
+        ours = policy.rows(judged)
+        theirs = baseline.rows(judged)
+        rate = win_rate(judge, ours, theirs).with_changes(difference=None, difference_ci95=None)  # of no scores
+        rate = _with_agreement(rate, judge, ours, theirs)
         rates[judge] = _with_consistency(rate, comparisons, policy.prompts)
     return rates
 

@@ -27,6 +27,7 @@ HELD_OUT = "held-out prompts"
 UNPENALISED = "before the KL penalty"
 OWN_REWARD = "the reward that PPO was trained on, which proves little"
 HALF = 0.5
+GUESSING = 0.5  # share of the pairs on which both orders agree by a judge that guesses among two
 LOW = 2 / 3  # two judges agree on so many pairs if each is right on 0.79 of them and they err independently
 Significance = Literal["better", "undecided", "worse"]
 AGAINST = {"better": ": PPO is better", "undecided": ", not distinguishable", "worse": ": PPO is worse"}
@@ -202,11 +203,16 @@ def pairwise_sentences(report: Report) -> Iterator[str]:
             continue
         parts = []
         if rate.consistency is not None:
-            parts.append(f"both orders agree on {with_interval(rate.consistency, rate.consistency_ci95)} of the pairs")
+            share = with_interval(rate.consistency, rate.consistency_ci95)
+            guesses = rate.consistency_ci95 is not None and rate.consistency_ci95[1] < GUESSING
+            verdict = ", fewer than by guessing: its rate says nothing about the answers" if guesses else ""
+            parts.append(f"both orders agree on {share} of the pairs{verdict}")
         if rate.first_slot is not None:
             parts.append(f"the answer shown first wins {with_interval(rate.first_slot, rate.first_slot_ci95)}")
         for other, agreed in (rate.agreement or {}).items():
             parts.append(f"it agrees with {other} on {with_interval(agreed.value, agreed.ci95)}")
+        if cost.too_long:
+            parts.append(f"too long for it, and not counted: {cost.too_long:,} of {report.n:,} pairs")
         tokens = cost.prompt_tokens + cost.completion_tokens
         took = f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
         yield f"Judge {judge}, {cost.model}: {'; '.join([*parts, took])}"

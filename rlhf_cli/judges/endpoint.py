@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ FIRST_WAIT_S = 1.0  # before the second try; doubled before each further one
 LONGEST_WAIT_S = 30.0  # between two tries, unless Retry-After asks for more
 WAIT_AND_REPEAT = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS)
 REFUSES_SCHEMA = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
+# What vLLM, OpenAI, SGLang, llama.cpp, TGI, Gemini and Anthropic say of a request that is longer than the context.
+TOO_LONG = re.compile(
+    r"context[ _](length|size|window)|(prompt|input) is too long|input token count|longer than the model's context"
+    r"|`max_new_tokens` must be <=",
+    re.IGNORECASE,
+)
 HINTS = {
     HTTPStatus.BAD_REQUEST: "parameters can replace fields of the request, such as {temperature: 1}, and add others",
     HTTPStatus.UNAUTHORIZED: "put the endpoint's key into the variable that key_env names",
@@ -64,7 +71,10 @@ def require_package(where: str) -> None:
 
 @dataclass
 class Endpoint:
-    """The endpoint of a judge. Raises RLHFError J03 if it gives no usable answer within `max_wait`."""
+    """The endpoint of a judge.
+
+    Raises RLHFError J03 if it gives no usable answer within `max_wait`, TooLongError if it refuses a text as too long.
+    """
 
     name: str
     settings: OpenAIJudge
@@ -105,6 +115,8 @@ class Endpoint:
         except openai.APIConnectionError as error:
             raise _BusyError(f"cannot be reached: {error.__cause__ or error}") from None
         except openai.APIStatusError as error:
+            if TOO_LONG.search(f"{error.code} {_message(error)}"):
+                raise TooLongError(_message(error)) from None
             if sends_schema and error.status_code in REFUSES_SCHEMA:
                 return await self._ask_without_schema(client, message, error)
             raise self._status_error(error) from None
@@ -133,9 +145,7 @@ class Endpoint:
     def _status_error(self, error: Any) -> Exception:
         """Return the error for a status: _BusyError if another try may help."""
         status = error.status_code
-        message = error.body.get("message") if isinstance(error.body, dict) else None
-        content = str(message).encode() if message else error.response.content
-        problem = f"answered {status}: {excerpt(content)}"
+        problem = f"answered {status}: {excerpt(_message(error).encode())}"
         has_no_credit = error.code == "insufficient_quota"
         if (status in WAIT_AND_REPEAT or status >= HTTPStatus.INTERNAL_SERVER_ERROR) and not has_no_credit:
             return _BusyError(problem, _retry_after(error.response.headers))
@@ -150,12 +160,22 @@ class Endpoint:
         return RLHFError("J03", f"judge {self.name}: {self.settings.url} {problem}", hint=hint)
 
 
+class TooLongError(Exception):
+    """The endpoint refuses a request as longer than the context of its model."""
+
+
 class _BusyError(Exception):
     """No answer now; another try may get one. `retry_after`: seconds that the endpoint asks to wait."""
 
     def __init__(self, problem: str, retry_after: float = 0.0) -> None:
         super().__init__(problem)
         self.retry_after = retry_after
+
+
+def _message(error: Any) -> str:
+    """Return what the endpoint says of an error, or else all that it sent."""
+    message = error.body.get("message") if isinstance(error.body, dict) else None
+    return str(message or error.response.text)
 
 
 def _retry_after(headers: Any) -> float:

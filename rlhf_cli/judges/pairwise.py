@@ -1,23 +1,25 @@
 """A judge that compares two answers in both orders: a language model, asked once for each text."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli import terminal
 from rlhf_cli.config.judges import OpenAIJudge
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import excerpt
 from rlhf_cli.judges import probe
 from rlhf_cli.judges.answers import Answer, AnswerFile
-from rlhf_cli.judges.endpoint import Endpoint, api_key, require_package
+from rlhf_cli.judges.endpoint import Endpoint, TooLongError, api_key, require_package
 from rlhf_cli.judges.question import RUBRIC, WINNERS, Question, Winner, read_winner
 from rlhf_cli.progress import Progress
 
 FOLDER = "judges"  # of a run, with a file of answers for each judge
 OTHER: dict[Winner, Winner] = {"1": "2", "2": "1", "tie": "tie"}
 MAX_REPLIES = 2  # to one question, before it is given up
+MAX_TOO_LONG = 0.1  # share of the pairs of an evaluation: the others would be a choice of short answers
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,12 @@ class Pair:
 class Comparison:
     """What a judge says about a pair: the winner as shown, and as shown in the other order. None for equal answers.
 
-    `Comparison("1", "2")`: the first answer wins in both orders.
+    `Comparison("1", "2")`: the first answer wins in both orders. A pair that is too long for the judge has no result.
     """
 
     winner: Winner | None = None
     swapped_winner: Winner | None = None
+    is_too_long: bool = False
 
     @property
     def is_consistent(self) -> bool:
@@ -71,7 +74,7 @@ class Comparison:
 class Cost:
     """What the answers of an evaluation cost, whenever they were given.
 
-    `kept` of them were on disk; `asked` is the number of calls now.
+    `kept` of them were on disk; `asked` is the number of calls now. `too_long` pairs have no answer.
     """
 
     answers: int = 0
@@ -80,6 +83,7 @@ class Cost:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     asked: int = 0
+    too_long: int = 0
 
     def add(self, answer: Answer) -> None:
         """Count an answer that is used."""
@@ -93,8 +97,9 @@ class Cost:
 class PairwiseJudge:
     """Compares pairs of answers. Each answer of the model is on disk at once, and no text is asked about twice.
 
+    A pair that the endpoint refuses as too long for its model is skipped, and asked about again the next time.
     Raises RLHFError J01 for a reply that names no winner, J02 for a judge that fails the probe, J03 as Endpoint, J04 if
-    `max_calls` are used up.
+    `max_calls` are used up, J05 if too many pairs are too long.
     """
 
     name: str
@@ -102,6 +107,7 @@ class PairwiseJudge:
     endpoint: Endpoint
     file: AnswerFile
     cost: Cost = field(default_factory=Cost)
+    refusal: str = ""  # of the first text that was too long, in the endpoint's words
 
     @classmethod
     def of(cls, name: str, settings: OpenAIJudge, run: Path, where: Callable[[str], str]) -> "PairwiseJudge":
@@ -118,25 +124,37 @@ class PairwiseJudge:
     def compare(self, pairs: Sequence[Pair]) -> list[Comparison]:
         """Compare the answers of each pair in both orders."""
         answers = self._ask([question for pair in pairs if not pair.is_equal for question in pair.orders], "order")
-        comparisons = []
-        for pair in pairs:
-            winners = [] if pair.is_equal else [answers[question] for question in pair.orders]
-            comparisons.append(Comparison(*winners))
+        comparisons = [_comparison(pair, answers) for pair in pairs]
+        self.cost.too_long += sum(each.is_too_long for each in comparisons)
         return comparisons
+
+    def require_few_too_long(self, comparisons: Sequence[Comparison]) -> None:
+        """Raise RLHFError J05 if the pairs that were not too long are a selection of short answers."""
+        too_long = sum(each.is_too_long for each in comparisons)
+        if too_long > MAX_TOO_LONG * len(comparisons):
+            raise self._too_long(f"{too_long} of {len(comparisons)} pairs are")
+
+    def _too_long(self, pairs_are: str) -> RLHFError:
+        text = f"judge {self.name}: {pairs_are} too long for {self.settings.model}: {self.refusal}"
+        hint = "serve it with a longer context, or compare shorter answers; the answers so far are kept"
+        return RLHFError("J05", text, hint=hint)
 
     def pass_probe(self) -> None:
         """Ask the pairs of the probe, unless it is turned off, and stop if too many answers are wrong."""
         if not self.settings.probe:
             return
         questions = [question for pair in probe.probe_pairs() for question, _ in probe.questions_of(pair)]
-        wrong = probe.num_wrong(self._ask(questions, "probe"))
+        answers = self._ask(questions, "probe")
+        if len(answers) < probe.NUM_CALLS:
+            raise self._too_long("even the short texts of the probe are")
+        wrong = probe.num_wrong(answers)
         if wrong > probe.MAX_WRONG:
             text = f"judge {self.name}: {wrong} of {probe.NUM_PAIRS} pairs with a known result are wrong"
             hint = "use another model or rubric; probe: false if shuffled words may be better by this rubric"
             raise RLHFError("J02", f"{text}: its win rates would mean nothing", hint=hint)
 
     def _ask(self, questions: Iterable[Question], unit: str) -> dict[Question, Winner]:
-        """Return the winner of each question, from the file or from the model."""
+        """Return the winner of each question that is not too long, from the file or from the model."""
         keys = {question: self._key(question) for question in dict.fromkeys(questions)}
         missing = [question for question, key in keys.items() if key not in self.file]
         self.cost.kept += len(keys) - len(missing)
@@ -144,7 +162,7 @@ class PairwiseJudge:
             with Progress(f"judge {self.name}", len(keys), unit, done=len(keys) - len(missing)) as bar:
                 asyncio.run(self._ask_all(missing, bar))
 
-        answers = {question: self.file[key] for question, key in keys.items()}
+        answers = {question: self.file[key] for question, key in keys.items() if key in self.file}
         for answer in answers.values():
             self.cost.add(answer)
         return {question: answer.winner for question, answer in answers.items()}
@@ -159,7 +177,10 @@ class PairwiseJudge:
 
             async def work() -> None:
                 for question in remaining:
-                    self.file.add(self._key(question), await self._ask_one(client, question))
+                    try:
+                        self.file.add(self._key(question), await self._ask_one(client, question))
+                    except TooLongError as refusal:
+                        self._skip(str(refusal))
                     bar.advance()
 
             workers = [asyncio.create_task(work()) for _ in range(min(self.settings.concurrency, len(questions)))]
@@ -191,9 +212,26 @@ class PairwiseJudge:
         hint = "use a model that follows instructions, or an endpoint with JSON Schema (response_format)"
         raise RLHFError("J01", text, hint=f"{hint}; the answers so far are kept")
 
+    def _skip(self, refusal: str) -> None:
+        """Say once that pairs are skipped, which cost nothing."""
+        self.cost.asked -= 1
+        if not self.refusal:
+            self.refusal = excerpt(refusal.encode())
+            terminal.say(f"judge {self.name}: pairs that are too long for it are skipped: {self.refusal}")
+
     def _count_call(self) -> None:
         if self.cost.asked >= self.settings.max_calls:
             text = f"judge {self.name}: max_calls {self.settings.max_calls} are used up"
             hint = "the answers so far are kept, and the same command continues; or raise max_calls"
             raise RLHFError("J04", text, hint=hint)
         self.cost.asked += 1
+
+
+def _comparison(pair: Pair, answers: Mapping[Question, Winner]) -> Comparison:
+    """Return what the answers say about a pair; one without both answers is too long."""
+    if pair.is_equal:
+        return Comparison()
+    shown, swapped = pair.orders
+    if shown in answers and swapped in answers:
+        return Comparison(answers[shown], answers[swapped])
+    return Comparison(is_too_long=True)

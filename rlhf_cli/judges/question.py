@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from rlhf_cli.data.texts import joined, joined_with_roles
+from rlhf_cli.data.tokens import PromptText
 from rlhf_cli.files import json_sha256
 
 Winner = Literal["1", "2", "tie"]
@@ -69,6 +71,13 @@ class Question:
     def key(self, model: str, parameters: Mapping[str, Any], rubric: str) -> str:
         """Return the hash of all that the answer depends on."""
         return json_sha256([model, dict(parameters), rubric, FORM, self.prompt, self.first, self.second])
+
+
+def shown_prompt(prompt: PromptText) -> str:
+    """Return what a judge is shown of a prompt: of a conversation with several messages, with their roles."""
+    if isinstance(prompt, str) or len(prompt) == 1:
+        return joined(prompt)
+    return joined_with_roles(prompt)
 
 
 def read_winner(reply: str) -> Winner | None:

@@ -17,6 +17,7 @@ from rlhf_cli.config.sft import BestOfSettings, SFTConfig
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
+from rlhf_cli.judges import costs
 from rlhf_cli.models import build, load, lora, row_trial, tokenizers
 from rlhf_cli.pipeline.check_report import CheckReport, StageCheck
 from rlhf_cli.ppo.rollout import uses_cache
@@ -27,7 +28,7 @@ from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key, is_scorer_key
 from rlhf_cli.stages.common import batch_sizes, machine, model_loading, reading, scoring, trainable_model, training_rows
 from rlhf_cli.stages.eval import evaluation_inputs, pairwise_judges
-from rlhf_cli.stages.ppo import prompt_rows, reward_sources, setup
+from rlhf_cli.stages.ppo import prompt_rows, reward_judges, reward_sources, setup
 
 Row = TypeVar("Row")
 Prompts = data.Rows[Any] | None
@@ -196,7 +197,19 @@ class StageValidator:
         with self.report.collecting():
             reward_sources.check_reward_columns(config, reward_fns, prompts, held_out)
             self._try_functions(stage, "rewards", functions, prompts, start.tokenizer)
+        if not stage.finished:
+            self._check_reward_judges(config, prompts)
         self.report.add("ppo", "batches", prompt_rows.describe_batches(config, prompts))
+
+    def _check_reward_judges(self, config: PPOConfig, prompts: Sequence[data.Prompt]) -> None:
+        """Check how often the run may ask the judges among its rewards, and add what they cost at most."""
+        self.report.attempt(reward_judges.check_calls_of_run, config, len(prompts))
+        num_pairs = reward_judges.most_pairs(config, len(prompts))
+        prompt_tokens = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
+        for name, settings in config.reward_judges.items():
+            calls = costs.most_calls(settings, num_pairs)
+            tokens = costs.most_tokens(settings, num_pairs, prompt_tokens, config.ppo.max_response_length)
+            self.report.add("ppo", f"rewards.{name}", costs.describe_most(calls, tokens))
 
     # Evaluation
 
@@ -232,9 +245,9 @@ class StageValidator:
         self.report.attempt(pairwise_judges.check_judges, config, count)
         prompt_tokens = sum(len(row.ids) for row in rows) / len(rows) if rows else 0
         for name, settings in config.pairwise_judges.items():
-            calls = pairwise_judges.most_calls(settings, count)
-            tokens = pairwise_judges.most_tokens(settings, count, prompt_tokens, response_length)
-            self.report.add("eval", f"judges.{name}", pairwise_judges.describe_most(calls, tokens))
+            calls = costs.most_calls(settings, count)
+            tokens = costs.most_tokens(settings, count, prompt_tokens, response_length)
+            self.report.add("eval", f"judges.{name}", costs.describe_most(calls, tokens))
 
     def _response_length(self, stage: StageCheck, config: EvalConfig) -> int:
         """Return the length of responses that an evaluation samples: its own, or that of PPO."""

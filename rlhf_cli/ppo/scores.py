@@ -87,7 +87,13 @@ def as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
 
 
 def call_source(source: RolloutReward, rollout: Rollout, process_group: ProcessGroup) -> Any:
-    """Return a source's scores of all rows, split over the ranks if the source `splits_rows`, else from rank 0."""
+    """Return a source's scores of all rows, split over the ranks if the source `splits_rows`, else from rank 0.
+
+    A source that has `prepare` is prepared first, on all ranks.
+    """
+    prepare = getattr(source, "prepare", None)
+    if prepare is not None:
+        prepare(rollout)
     if process_group.world_size == 1:
         return source(rollout)
     if not getattr(source, "splits_rows", False):
@@ -136,7 +142,8 @@ def _require_a_score(raw: dict[str, Tensor], weights: dict[str, float], records:
         if records:
             prompt = str(records[row]["prompt"])
             text = f"{text} (prompt: {prompt[:60]!r})"
-        raise RLHFError("R05", text, hint="return a number for each row from at least one of them")
+        hint = "return a number for each row from at least one of them; an answer that is too long for a judge has none"
+        raise RLHFError("R05", text, hint=hint)
 
 
 def normalize_scores(scores: Tensor, stats: RunningMeanStd, settings: PPOSettings) -> Tensor:

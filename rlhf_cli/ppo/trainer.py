@@ -167,12 +167,12 @@ class PPOTrainer:
         seeded = replace(prompts, seeds=seeds, response_length=self.response_limit)
 
         if engine is not None:
-            return replace(self._draw(seeded, engine), logprobs=None)
+            return replace(self.draw(seeded, engine), logprobs=None)
 
         if not self.engine_is_current:
             self.engine.update_weights(self.updates, self.policy)
             self.engine_is_current = True
-        rollout = self._draw(seeded, self.engine)
+        rollout = self.draw(seeded, self.engine)
         self.engine.release_memory()
         return rollout
 
@@ -187,7 +187,7 @@ class PPOTrainer:
         draw = derive_seed(self.seed, "length", self.updates)
         return length.min + draw % num_lengths
 
-    def _draw(self, prompts: Prompts, engine: RolloutEngine) -> Rollout:
+    def draw(self, prompts: Prompts, engine: RolloutEngine) -> Rollout:
         """Return an engine's responses to prompts with seeds, on all ranks."""
         group = self.process_group
         if group.world_size == 1 or not engine.deterministic:  # a server: its draws depend on the batch
@@ -296,7 +296,7 @@ class PPOTrainer:
         prompt = Prompts.from_lists([one.prompt_tokens(0)])
         seed = derive_seed(self.seed, "sample", self.updates, row)
         seeded = replace(prompt, seeds=(seed,), response_length=one.response_mask.shape[1])
-        return self._draw(seeded, self.engine).to(one.ids.device)
+        return self.draw(seeded, self.engine).to(one.ids.device)
 
     # Update
 

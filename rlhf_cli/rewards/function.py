@@ -29,15 +29,16 @@ if TYPE_CHECKING:
     from rlhf_cli.models.batch import EnsembleScores, Rollout
 
 # Other kinds than `function` -> module of rewards/ with a function `make`
-MODULE_OF_KIND = {"builtin": "builtin", "url": "http", "pipeline": "classifier"}
+MODULE_OF_KIND = {"builtin": "builtin", "url": "http", "pipeline": "classifier", "openai": "judge"}
 FORM_ERRORS = (TypeError, AttributeError)  # raised by a function that reads another form
 
 
 class RolloutReward(Protocol):
     """Scores a rollout.
 
-    A source may have two attributes; a plain function has none. `may_skip_rows`, True: a row may have no score.
+    A source may have three attributes; a plain function has none. `may_skip_rows`, True: a row may have no score.
     `splits_rows`, True: a row's score does not depend on the other rows, so each process may score a part.
+    `prepare(rollout)`: called on all processes before the rollout is scored.
     """
 
     def __call__(self, rollout: "Rollout") -> "Tensor | EnsembleScores":
@@ -56,6 +57,8 @@ class RewardContext:
 
     folder: Path  # the config's
     where: Callable[[str], str]  # key of the section -> FILE:LINE
+    name: str = ""  # of the source
+    run: Path = Path()  # folder of the run
     model: Path | None = None  # folder of the model that the section names
     trust_remote_code: bool = False
     load: bool = True  # False: validate only, load no weights

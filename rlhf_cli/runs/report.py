@@ -326,6 +326,7 @@ class JudgeCost(StrictModel):
     calls: int
     prompt_tokens: int
     completion_tokens: int
+    too_long: int | None = None  # pairs that have no answer
 
 
 class Report(StrictModel):

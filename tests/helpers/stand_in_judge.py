@@ -1,4 +1,4 @@
-"""A stand-in for an OpenAI-compatible endpoint with a model that judges by a rule, and the ten faults of real ones."""
+"""A stand-in for an OpenAI-compatible endpoint with a model that judges by a rule, and the faults of real ones."""
 
 import json
 import re
@@ -152,6 +152,14 @@ def closed(body: Any) -> Answer:
 
 def without_schema(body: Any) -> Answer | None:
     return failure(400, "response_format is not supported") if "response_format" in body else None
+
+
+def too_long(body: Any, characters: int = 1300) -> Answer | None:
+    """Refuse messages of more characters, in vLLM's words."""
+    if len(body["messages"][0]["content"]) <= characters:
+        return None
+    words = "This model's maximum context length is 300 tokens. However, your request has 301 input tokens."
+    return failure(400, words)
 
 
 def other_model(body: Any) -> Answer | None:

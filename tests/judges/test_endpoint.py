@@ -1,4 +1,4 @@
-"""Ten faults of an endpoint: a bounded wait, then one line, and nothing lost."""
+"""Eleven faults of an endpoint: a bounded wait, then one line, and nothing lost."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,6 +95,47 @@ def test_a_refusal_is_not_repeated_and_says_what_to_do(server: StandIn, tmp_path
     server.every = lambda body: failure(400, "the context has 10 tokens")  # with and without a schema
     line = error_of(judge_of(server, tmp_path, concurrency=1))
     assert "answered 400: 'the context has 10 tokens'" in line and "such as {temperature: 1}" in line
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "code"),
+    [
+        (400, "This model's maximum context length is 64 tokens. However, you requested 20 output tokens", None),
+        (400, "Please reduce the length of the messages.", "context_length_exceeded"),
+        (400, "the request exceeds the available context size, try increasing it", None),
+        (500, "the request exceeds the available context size. try increasing the context size", None),
+        (400, "The input (900 tokens) is longer than the model's context length (64 tokens).", None),
+        (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 64", None),
+        (400, "prompt is too long: 900 tokens > 64 maximum", None),
+        (400, "The input token count (900) exceeds the maximum number of tokens allowed (64).", None),
+    ],
+)
+def test_a_pair_that_is_too_long_is_skipped_and_asked_about_the_next_time(
+    server: StandIn, tmp_path: Path, status: int, text: str, code: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.every = lambda body: failure(status, text, code) if "number 2" in body["messages"][0]["content"] else None
+    judge = judge_of(server, tmp_path)
+    found = judge.compare(PAIRS)
+    assert found == [FIRST_WINS, FIRST_WINS, Comparison(is_too_long=True), FIRST_WINS] and judge.endpoint.sends_schema
+    assert (judge.cost.too_long, judge.cost.asked, len(server.requests)) == (1, 6, 8)
+    assert capsys.readouterr().err.count("pairs that are too long for it are skipped: ") == 1
+    with pytest.raises(RLHFError) as caught:
+        judge.require_few_too_long(found)
+    (problem,) = caught.value.problems
+    assert problem.code == "J05" and "1 of 4 pairs are too long for stand-in" in problem.text
+    judge.require_few_too_long([*found, *[FIRST_WINS] * 6])
+
+    server.every = None
+    server.requests.clear()
+    assert judge_of(server, tmp_path).compare(PAIRS) == [FIRST_WINS] * 4 and len(server.requests) == 2
+
+
+def test_a_judge_that_refuses_the_probe_as_too_long_is_one_line(server: StandIn, tmp_path: Path) -> None:
+    server.every = lambda body: stand_in_judge.too_long(body, 100)
+    with pytest.raises(RLHFError) as caught:
+        judge_of(server, tmp_path).pass_probe()
+    (problem,) = caught.value.problems
+    assert problem.code == "J05" and "even the short texts of the probe are too long" in problem.text
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b'{"choices": []}', b'{"choices": [{"message": null}]}'])

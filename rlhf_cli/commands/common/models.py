@@ -260,6 +260,8 @@ def _load_reward(
     config: PPOConfig, name: str, policy: ChatModel, policy_text: scoring.PolicyText, options: Options
 ) -> dict[str, RolloutReward]:
     """Load one reward source. Raises RLHFError if it is missing, or has changed since PPO was trained with it."""
+    if name in config.reward_judges:
+        raise RLHFError("C11", "it compares an answer with the SFT model's, and does not score a single one")
     parents = _open_parents(config, policy, f"rewards.{name}.")
     only = config.model_copy(update={"rewards": {name: config.rewards[name]}})
     trained_with = policy.parent.manifest.data

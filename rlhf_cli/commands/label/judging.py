@@ -17,7 +17,9 @@ from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOConfig, RewardSourceSettings
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, did_you_mean, shown
+from rlhf_cli.judges.costs import check_calls, describe_cost, describe_most, most_calls, most_tokens
 from rlhf_cli.judges.pairwise import Pair, PairwiseJudge
+from rlhf_cli.judges.question import shown_prompt
 from rlhf_cli.models import load
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.devices import device
@@ -26,15 +28,7 @@ from rlhf_cli.rewards.function import RolloutReward
 from rlhf_cli.rewards.signature import check_columns
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import scoring
-from rlhf_cli.stages.eval.pairwise_judges import (
-    check_calls,
-    describe_cost,
-    describe_most,
-    judge_location,
-    most_calls,
-    most_tokens,
-    shown_prompt,
-)
+from rlhf_cli.stages.eval.pairwise_judges import judge_location
 from rlhf_cli.stages.ppo import reward_sources, setup
 
 BATCH_PAIRS = 32  # scored together
@@ -56,13 +50,16 @@ class ComparingJudge:
     prompts: Sequence[data.Prompt]
 
     def choices(self, pairs: Sequence[Shown]) -> list[str]:
-        """Return the slot of the better answer of each pair: 1, 2, or tie."""
+        """Return the slot of the better answer of each pair: 1, 2, tie, or skip if it is too long for the judge."""
         asked = []
         for each in pairs:
             first, second = each.answers
-            prompt = shown_prompt(self.prompts[_prompt_row(each)])
+            prompt = shown_prompt(self.prompts[_prompt_row(each)].text)
             asked.append(Pair(prompt, first.strip(), second.strip()))
-        return [_slot(comparison.points, 0.5) for comparison in self.judge.compare(asked)]
+        return [
+            "skip" if comparison.is_too_long else _slot(comparison.points, 0.5)
+            for comparison in self.judge.compare(asked)
+        ]
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,8 @@ def _pairwise_judge(name: str, inputs: LabelInputs, num_pairs: int) -> Comparing
     where = partial(judge_location, config, name)
     judge = PairwiseJudge.of(name, settings, inputs.run, where)
     num_pairs = min(num_pairs, len(inputs.rows) * math.comb(inputs.answers, 2))
-    check_calls(name, settings, num_pairs, pairs=f"{num_pairs} pairs", lower="--n", where=where("max_calls"))
+    pairs = f"{num_pairs} pairs"
+    check_calls(f"judges.{name}", settings, num_pairs, pairs=pairs, lower="--n", where=where("max_calls"))
     prompt_tokens = fmean(len(inputs.prompts[row].ids) for row in inputs.rows)
     tokens = most_tokens(settings, num_pairs, prompt_tokens, inputs.config.ppo.max_response_length)
     terminal.say(f"label    judge {name}: {describe_most(most_calls(settings, num_pairs), tokens)}")

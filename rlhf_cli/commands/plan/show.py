@@ -2,10 +2,10 @@
 
 from rlhf_cli import terminal
 from rlhf_cli.commands.plan.stage_plan import StagePlan, TotalPlan
+from rlhf_cli.judges import costs
 from rlhf_cli.models import devices
 from rlhf_cli.planning.memory import KINDS
 from rlhf_cli.planning.target import Target
-from rlhf_cli.stages.eval import pairwise_judges
 from rlhf_cli.system import format_bytes
 from rlhf_cli.terminal import duration
 
@@ -23,7 +23,7 @@ def show(plan: StagePlan, target: Target) -> None:
     _show_time(plan)
     terminal.out(f"data     {_rows(plan)}")
     for name, cost in plan.judges.items():
-        terminal.out(f"judge    {name}: {pairwise_judges.describe_most(cost.calls, cost.tokens)}")
+        terminal.out(f"judge    {name}: {costs.describe_most(cost.calls, cost.tokens)}")
     terminal.out()
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from rlhf_cli.commands.plan.advice import Advice, advise, overhead_of, verdict
 from rlhf_cli.commands.plan.inputs import ModelResolver
 from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import shown
+from rlhf_cli.judges import costs
 from rlhf_cli.planning.duration import estimate_duration
 from rlhf_cli.planning.estimate import Estimate
-from rlhf_cli.stages.eval import pairwise_judges
+from rlhf_cli.stages.ppo import reward_judges
 
 
 @dataclass(frozen=True)
@@ -123,18 +125,24 @@ def plan_stage(
 
 
 def _judge_costs(stage: Estimate) -> dict[str, JudgeCost]:
-    """Return what the judges of an evaluation that compare answers cost at most."""
-    if not isinstance(stage.config, EvalConfig):
+    """Return what the language models that compare answers cost at most, of an evaluation or as rewards of PPO."""
+    config = stage.config
+    num_pairs = stage.data.rows
+    if isinstance(config, EvalConfig):
+        judges = config.pairwise_judges
+    elif isinstance(config, PPOConfig):
+        judges = config.reward_judges
+        num_pairs = reward_judges.most_pairs(config, num_pairs) if judges else 0
+    else:
         return {}
-    rows = stage.data.rows
     lengths = stage.data.lengths
     prompt_tokens = lengths.prompt_mean or lengths.prompt
     response_tokens = lengths.response_mean or lengths.response
-    costs = {}
-    for name, settings in stage.config.pairwise_judges.items():
-        tokens = pairwise_judges.most_tokens(settings, rows, prompt_tokens, response_tokens)
-        costs[name] = JudgeCost(pairwise_judges.most_calls(settings, rows), tokens)
-    return costs
+    found = {}
+    for name, settings in judges.items():
+        tokens = costs.most_tokens(settings, num_pairs, prompt_tokens, response_tokens)
+        found[name] = JudgeCost(costs.most_calls(settings, num_pairs), tokens)
+    return found
 
 
 def plan_total(plans: Sequence[StagePlan], load_seconds: float | None) -> TotalPlan:

@@ -18,6 +18,7 @@ from rlhf_cli.errors import collect_errors
 from rlhf_cli.models import devices, forward, load, row_trial, sharding
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.rewards.function import FunctionReward, RewardContext, RolloutReward, make_reward_fn
+from rlhf_cli.rewards.judge import Baseline, JudgeReward, PairwiseScores
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 from rlhf_cli.rewards.signature import RewardFn, check_columns
 from rlhf_cli.runs.parents import Parent
@@ -130,14 +131,24 @@ def build_reward_sources(
     """Build every reward source by name; `reward_fns` are those that read text."""
     sources: dict[str, RolloutReward] = {}
     for name, section in config.rewards.items():
-        if name in reward_fns:
-            sources[name] = FunctionReward(name, reward_fns[name], cache.policy_text.tokenizer)
+        function = reward_fns.get(name)
+        if isinstance(function, PairwiseScores):
+            sources[name] = JudgeReward(name, function, cache.policy_text.tokenizer)
+        elif function:
+            sources[name] = FunctionReward(name, function, cache.policy_text.tokenizer)
         elif section.models:
             members = {member: cache.reward(f"rewards.{name}.models.{member}") for member in section.models}
             sources[name] = EnsembleReward(members, section.combine, section.std_coef)
         else:
             sources[name] = cache.reward(f"rewards.{name}.model")
     return sources
+
+
+def set_baseline(sources: Mapping[str, RolloutReward], baseline: Baseline) -> None:
+    """Give the judges among the sources the answers to compare responses with."""
+    for source in sources.values():
+        if isinstance(source, JudgeReward):
+            source.function.baseline = baseline
 
 
 def build_reward_fns(
@@ -159,6 +170,8 @@ def build_reward_fns(
         context = RewardContext(
             config.file.parent,
             lambda option: config.where(f"{key}.{option}"),
+            name=name,
+            run=Path(config.run),
             model=model.model if model else None,
             trust_remote_code=options.trust_remote_code,
             load=load_models,

@@ -15,7 +15,7 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import Stats
 from rlhf_cli.ppo.monitor import StopTraining
 from rlhf_cli.stages.common import lifecycle
-from rlhf_cli.stages.ppo import rollout_engine, setup
+from rlhf_cli.stages.ppo import reward_judges, rollout_engine, setup
 from rlhf_cli.stages.ppo.runner import PPORunner
 
 FINAL_METRICS = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
@@ -34,6 +34,9 @@ def _train(config: PPOConfig, stage: lifecycle.StageRun) -> None:
     config = scale_to_world_size(config, stage.process_group.world_size)  # batch sizes are of all ranks from here on
     components = setup.load_components(config, stage.options, stage.parents, stage.process_group)
     rollout_engine.set_rollout_rows(config, stage.parents, components.trainer, components.prompts)
+    rewards = components.trainer.rewards.values()
+    reward_judges.check_calls_of_run(config, len(components.prompts))
+    stage.process_group.run_on_main(lambda: reward_judges.pass_probes(rewards))
     stage.begin_training()
 
     runner = PPORunner(config, components)
@@ -55,6 +58,7 @@ def _train(config: PPOConfig, stage: lifecycle.StageRun) -> None:
             **runner.snapshots.manifest_fields(),
         }
     )
+    stage.process_group.run_on_main(lambda: reward_judges.say_costs(rewards))
     terminal.say(f"ppo      {format_reward(metrics, TRAINING)} ({UNPENALISED}), KL {metrics['objective/kl_k1']:.2f}")
     if outcome.stopped:
         raise _stop_error(config, outcome.stopped, outcome.policy_step)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_cli import data, jsonl, terminal
-from rlhf_cli.config.ppo import PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.experience import Experience
 from rlhf_cli.rewards.function import FunctionReward
@@ -19,6 +19,21 @@ from rlhf_cli.tracking.trackers import Trackers
 ROWS_LOGGED = 8
 ROWS_PRINTED = 3
 CELL_WIDTH = 100
+
+
+def num_rows_scored(config: PPOConfig, num_updates: int) -> int:
+    """Return how many responses the tables of a run let the rewards score beside those of the updates, at most."""
+    settings = config.ppo
+    per_table = ROWS_LOGGED * (bool(config.data.eval_prompts) + settings.generate_ref_response)
+    interval = _interval(settings, num_updates)
+    return per_table * (num_updates // interval) if interval else 0
+
+
+def _interval(settings: PPOSettings, num_updates: int) -> int | None:
+    """Return the updates from one table to the next; None without tables."""
+    if not settings.num_sample_generations:
+        return None
+    return max(1, num_updates // settings.num_sample_generations)
 
 
 class SampleTables:
@@ -40,9 +55,7 @@ class SampleTables:
         self.components = components
         self.settings = settings
         self.trackers = trackers
-        self.interval: int | None = None  # updates from one table to the next
-        if settings.num_sample_generations:
-            self.interval = max(1, components.num_updates // settings.num_sample_generations)
+        self.interval = _interval(settings, components.num_updates)
         rewards = components.trainer.rewards.values()
         functions = [reward.function for reward in rewards if isinstance(reward, FunctionReward)]
         self.columns = named_columns(functions, components.prompts)

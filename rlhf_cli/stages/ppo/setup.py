@@ -19,7 +19,8 @@ from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import machine, model_loading, scoring
 from rlhf_cli.stages.common.shared_base import SharedBaseModels
-from rlhf_cli.stages.ppo import prompt_rows, reward_sources, rollout_engine
+from rlhf_cli.stages.ppo import prompt_rows, reward_sources, rollout_engine, sft_answers
+from rlhf_cli.stages.ppo.sft_answers import SFTAnswers
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,10 @@ def load_components(
         seed=config.seed,
         process_group=process_group,
     )
+    ref_engine = rollout_engine.local_engine(HFEngine, models.ref, settings, tokenizer, stop_id)
+    if config.reward_judges:
+        answers = SFTAnswers(config.folder / sft_answers.FILE, trainer, ref_engine, tokenizer)
+        reward_sources.set_baseline(trainer.rewards, answers)
     if machine.compiles(config, models.policy):
         _compile(trainer, scorers=[model for model, _ in cache.loaded.values()])
 
@@ -128,7 +133,7 @@ def load_components(
         prompts=prompts,
         eval_prompts=eval_prompts or [],
         trainer=trainer,
-        ref_engine=rollout_engine.local_engine(HFEngine, models.ref, settings, tokenizer, stop_id),
+        ref_engine=ref_engine,
         num_updates=num_updates,
         policy=models.saved,
         value=value,

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import stand_in_judge
 import torch
 import yaml
 from label_run import label
@@ -13,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data
 from rlhf_cli.commands.label import judging
+from rlhf_cli.judges import endpoint
 from rlhf_cli.models import tokenizers
 
 pytestmark = pytest.mark.training
@@ -92,6 +94,45 @@ def test_a_language_model_labels_by_both_orders_and_is_not_asked_twice(run: Path
     for row in rows:
         first, second = (len(answer.strip()) for answer in row["answers"])
         assert row["choice"] == ("tie" if first == second else "first" if first > second else "second")
+
+
+@pytest.mark.slow
+def test_each_fault_of_a_language_model_is_one_line_and_no_answer_is_lost(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.01)
+    faults = {
+        stand_in_judge.nonsense: "J01",
+        stand_in_judge.prose: "J01",
+        stand_in_judge.busy_for_an_hour: "J03",
+        stand_in_judge.broken: "J03",
+        stand_in_judge.slow: "J03",
+        stand_in_judge.closed: "J03",
+        lambda body: stand_in_judge.failure(404, "The model does not exist."): "J03",
+    }
+    with stand_in() as server:
+        settings = yaml.safe_load((run / "eval.yaml").read_text())
+        judge = {"url": server.url, "model": MODEL, "probe": False, "concurrency": 1, "max_wait": 0.3, "timeout": 0.4}
+        settings["judges"]["llm"] = {"openai": judge}
+        (run / "eval.yaml").write_text(yaml.safe_dump(settings))
+        for number, (fault, code) in enumerate(faults.items(), start=1):
+            server.faults = [lambda body: None]
+            server.every = fault
+            result = label(run, "--by", "llm", "--n", 8)
+            assert result.exit_code == 1 and result.stderr.count(f"error[{code}]: judge llm: ") == 1, result.stderr
+            assert len(lines(run / "judges/llm.jsonl")) == number
+
+        server.every = stand_in_judge.without_schema
+        server.faults = [stand_in_judge.busy] * 2
+        server.requests.clear()
+        must_succeed(label(run, "--by", "llm", "--n", 8))
+        assert len(lines(run / "labels/llm/labels.jsonl")) == 8
+        assert len(server.requests) == len(lines(run / "judges/llm.jsonl")) - len(faults) + 1 + 2  # one with a schema
+
+        (run / "judges/llm.jsonl").unlink()
+        server.every = lambda body: stand_in_judge.too_long(body, 0)
+        must_succeed(label(run, "--by", "llm", "--n", 8, "--name", "long"))
+        assert {row["choice"] for row in lines(run / "labels/long/labels.jsonl")} <= {"skip", "tie"}
 
 
 def test_a_judge_that_is_ended_continues_behind_its_last_label(run: Path) -> None:
