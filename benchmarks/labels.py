@@ -42,7 +42,8 @@ SIZES = (250, 500, 1000)
 UNCERTAIN_SIZES = (250, 500)  # four times as many pairs are drawn, and there are 1576 prompts
 CHECKED = 500  # prompts whose own pairs measure the reward models
 UPDATES, BATCH = 20, 64
-KL = 5.0  # nats, at which policies are compared
+KL = 5.0  # nats, at which policies are compared: between PPO's snapshots, in the rounds between SFT and the policy
+SHARES = [0.4, 0.6, 0.8]  # of the way from SFT to the policy of a round
 COMPARISONS = [
     *((f"own-{size}", f"data-{size}") for size in SIZES),
     *((f"uncertain-{size}", f"own-{size}") for size in UNCERTAIN_SIZES),
@@ -156,7 +157,21 @@ class World:
             pairs[f"uncertain-{size}"] = start + preferences(uncertain)
         for arm, rows in pairs.items():
             self.train(arm, rows)
-        return list(pairs)
+
+        self.next_round("start", "one-round", labels="own", updates=UPDATES)
+        self.label("start", "own-500", 500)
+        self.next_round("start", "two-rounds-1", labels="own-500", updates=UPDATES // 2)
+        self.label("two-rounds-1", "own-500", 500)
+        self.next_round("two-rounds-1", "two-rounds", labels="own-500", updates=UPDATES // 2)
+        return [*pairs, "one-round", "two-rounds"]
+
+    def next_round(self, before: str, arm: str, *, labels: str, updates: int) -> None:
+        """Run the round of a run that learns from labels of its policy."""
+        run = self.folder / arm
+        if not run.exists():
+            rlhf("init", "next", self.folder / before, run, "--labels", labels)
+        options = [f"ppo.ppo.total_episodes={updates * BATCH}", f"eval.eval.interpolate={SHARES}"]
+        rlhf("run", run, *(text for option in options for text in ("-s", option)))
 
     def accuracy(self, arm: str) -> tuple[float, int]:
         """Return in how many of the checked own pairs a reward model prefers the better answer, and their number."""
@@ -178,10 +193,12 @@ class World:
         report = json.loads((self.folder / arm / "eval/report.json").read_text())
         policy = report["models"]["ppo"]
         points = [(0.0, report["models"]["sft"]["judges"]["gold"]["mean"])]
-        points += [(point["kl"], point["judges"]["gold"]["mean"]) for point in report["frontier"]]
+        later = [*report["interpolated"], policy] if "interpolated" in report else report["frontier"]
+        points += [(point["kl"], point["judges"]["gold"]["mean"]) for point in later]
         accuracy, num_checked = self.accuracy(arm)
+        (pairs,) = (self.folder / arm).glob("**/pairs.jsonl")
         return {
-            "pairs": len(read(self.folder / arm / "pairs.jsonl")),
+            "pairs": len(read(pairs)),
             "accuracy": accuracy,
             "checked": num_checked,
             "gold_at_kl": value_at(points, KL),
