@@ -13,7 +13,7 @@ from rlhf_cli.report import charts
 from rlhf_cli.report.charts import Figure, WinRateRow, figure
 from rlhf_cli.report.formats import number, percent
 from rlhf_cli.report.frontier import ON_PAGE, draw_panel
-from rlhf_cli.report.rules import ILL, Reading, Series, by_cause, readings, with_values
+from rlhf_cli.report.rules import ILL, Reading, Series, by_cause, with_values
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import FrontierPoint, PolicyScores, Report, RewardModelCard
 
@@ -72,14 +72,13 @@ def _training_sentence(stage: Stage, key: str, lines: Mapping[str, Series]) -> s
     return " ".join(sentences)
 
 
-def ppo(run: Run) -> list[Figure]:
+def ppo(run: Run, found: Sequence[Reading]) -> list[Figure]:
     """Return a card for each of PPO's metrics with a rule: unhealthy ones first, constant ones last.
 
     Each drawing marks the first alarm of every watchdog signal.
     """
     stage = run.stages["ppo"]
     alarms = _first_alarms(run.firings)
-    found = readings(stage)
     ill = [reading for reading in by_cause(found) if reading.verdict in ILL]
     others = [reading for reading in found if reading not in ill]
     cards = [_metric_card(reading, stage, alarms) for reading in ill + others]

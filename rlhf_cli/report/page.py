@@ -10,6 +10,7 @@ from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LI
 from rlhf_cli.report import diagnosis, figures, tables
 from rlhf_cli.report.formats import count, interval_text, percent
 from rlhf_cli.report.html import render_template
+from rlhf_cli.report.rules import Reading
 from rlhf_cli.runs.layout import OPTIONAL_STAGES
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import Report, RewardModelCard
@@ -33,7 +34,7 @@ SECTIONS = (
 
 def of_run(run: Run) -> str:
     """Return the self-contained page of a run; equal files give equal bytes."""
-    badges = diagnosis.badges(run)
+    found = diagnosis.diagnose(run)
     heat_map = tables.last_heat_map(run.samples)
     absent = set(OPTIONAL_STAGES) - run.stages.keys()
     if heat_map is None:
@@ -45,11 +46,11 @@ def of_run(run: Run) -> str:
         title=f"Run {run.name}",
         subtitle=_subtitle(run),
         sections=sections,
-        warnings=_warnings(run, badges),
+        warnings=_warnings(run, found.badges),
         stale=bool(run.stages["eval"].outdated),
-        badges=badges,
-        conclusion=diagnosis.conclusion(run, badges),
-        todo=[badge for badge in diagnosis.by_priority(run, badges) if badge.advice],
+        badges=found.badges,
+        conclusion=found.conclusion(),
+        todo=[badge for badge in found.by_priority() if badge.advice],
         sentences=diagnosis.sentences(run),
         training=[
             (anchor, title, figures.training(run.stages[anchor]))
@@ -58,7 +59,7 @@ def of_run(run: Run) -> str:
         ],
         heat_map=heat_map,
         **_what_ran(run),
-        **_ppo(run),
+        **_ppo(run, found.readings),
         **_report_card(run),
         **_evaluation(run),
     )
@@ -104,9 +105,9 @@ def _what_ran(run: Run) -> dict[str, Any]:
     }
 
 
-def _ppo(run: Run) -> dict[str, Any]:
+def _ppo(run: Run, readings: Sequence[Reading]) -> dict[str, Any]:
     return {
-        "ppo": figures.ppo(run),
+        "ppo": figures.ppo(run, readings),
         "temperature": run.stages["ppo"].setting("ppo.temperature"),
         "alarms": list(_alarms(run.firings)),
     }

@@ -79,6 +79,7 @@ def render_card(
         base=base,
         stages=stages,
         run=run,
+        findings=diagnosis.diagnose(run).findings,
         points=points or [],
         warnings={code: CODES[code] for code in sorted({*warnings} & CODES.keys())},
         prompts=prompts,
@@ -128,7 +129,6 @@ FUNCTIONS: dict[str, Any] = {
     "from_defaults": from_defaults,
     "tables": tables,
     "report_text": report_text,
-    "findings": diagnosis.findings,
     "ill": ILL,
     "card_rows": reward_card.card_rows,
 }
