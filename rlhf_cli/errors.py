@@ -203,9 +203,11 @@ def closest_path(path: str | Path, *, is_candidate: Callable[[Path], bool] = os.
     """Return the file or folder with the name most similar to that of the missing `path`, in its parent folder."""
     missing = Path(path)
     if not os.path.isdir(missing.parent):  # Path.is_dir raises for a name that is too long
-        folder = None if missing.parent == missing else closest_path(missing.parent, is_candidate=os.path.isdir)
-        candidate = Path(folder) / missing.name if folder else None
-        return shown(candidate) if candidate and is_candidate(candidate) else None
+        folder = closest_path(missing.parent, is_candidate=os.path.isdir) if missing.parent != missing else None
+        if folder and is_candidate(Path(folder, missing.name)):
+            return shown(Path(folder, missing.name))
+        return None
+
     names = sorted(name for name in os.listdir(missing.parent) if is_candidate(missing.parent / name))
     # compare without the suffix, which would make all names similar
     stems = {Path(name).stem: name for name in names if Path(name).suffix == missing.suffix}

@@ -287,10 +287,11 @@ def selection_weights(scores: Mapping[Any, Sequence[float]], groups: Sequence[Ha
 
 def without_bias(value: float, bounds: Sequence[float] | None, bias: float) -> tuple[float, list[float] | None]:
     """Return a mean without its selection bias, and its interval. It is wider: the bias is known to about its size."""
+    mean = value - bias
     if bounds is None:
-        return value - bias, None
-    low, high = (math.hypot(end - value, bias) for end in bounds)
-    return value - bias, [value - bias - low, value - bias + high]
+        return mean, None
+    low, high = bounds
+    return mean, [mean - math.hypot(low - value, bias), mean + math.hypot(high - value, bias)]
 
 
 def within_noise(scores: Mapping[Any, Sequence[float]], groups: Sequence[Hashable] | None = None) -> list[Any]:

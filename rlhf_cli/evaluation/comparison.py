@@ -1,6 +1,7 @@
 """Means of a policy's scores, and win rates of one policy over another, with 95 % intervals."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import product
 from typing import TypedDict
 
 from rlhf_cli import statistics
@@ -71,7 +72,7 @@ def judge_mean(scores: Sequence[float], prompts: Sequence[str]) -> JudgeMean:
 def sampled_results(policies: Mapping[str, EvalResponses]) -> SampledResults:
     """Return the means of each policy, and the win rates of all pairs that are compared."""
     named = [name for name in policies if name not in ("base", "sft", "ppo")]
-    pairs = [*PAIRS, *((name, "sft") for name in named), *(("ppo", name) for name in named)]
+    pairs = [*PAIRS, *product(named, ["sft"]), *product(["ppo"], named)]
     rates: dict[str, WinRates] = {}
     for policy, baseline in pairs:
         if policy in policies and baseline in policies:

@@ -41,7 +41,7 @@ Draw = Callable[["Axes"], None]  # draws on a matplotlib axis
 
 @dataclass(frozen=True)
 class Figure:
-    """A card of the page; `markup` is None if there is nothing to draw."""
+    """A figure of the page; `markup` is None if there is nothing to draw."""
 
     title: str
     sentence: str
@@ -54,7 +54,7 @@ class Figure:
 def figure(
     name: str, title: str, text: str, draw: Draw, size: tuple[float, float] = CARD, *, about: str = "", key: str = ""
 ) -> Figure:
-    """Return a card with a drawing. `name` is unique on its page; `about` describes the drawing without seeing it."""
+    """Return a figure with a drawing. `name` is unique on its page; `about` describes the drawing without seeing it."""
     return Figure(title, text, draw_svg(name, f"{title}. {about or text}", size, draw), key=key)
 
 

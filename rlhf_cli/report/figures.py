@@ -73,7 +73,7 @@ def _training_sentence(stage: Stage, key: str, lines: Mapping[str, Series]) -> s
 
 
 def ppo(run: Run, found: Sequence[Reading]) -> list[Figure]:
-    """Return a card for each of PPO's metrics with a rule: unhealthy ones first, constant ones last.
+    """Return a figure for each of PPO's metrics with a rule: unhealthy ones first, constant ones last.
 
     Each drawing marks the first alarm of every watchdog signal.
     """
@@ -81,9 +81,8 @@ def ppo(run: Run, found: Sequence[Reading]) -> list[Figure]:
     alarms = _first_alarms(run.firings)
     ill = [reading for reading in by_cause(found) if reading.verdict in ILL]
     others = [reading for reading in found if reading not in ill]
-    cards = [_metric_card(reading, stage, alarms) for reading in ill + others]
-
-    return sorted(cards, key=lambda card: card.markup is None and card.verdict not in ILL)
+    figures = [_metric_figure(reading, stage, alarms) for reading in ill + others]
+    return sorted(figures, key=lambda each: each.markup is None and each.verdict not in ILL)
 
 
 def _first_alarms(firings: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -94,19 +93,19 @@ def _first_alarms(firings: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted(first.values())
 
 
-def _metric_card(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure:
-    """Return the card of a metric, without a drawing if it is constant."""
-    card = Figure(reading.title, reading.sentence, markup=None)
+def _metric_figure(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure:
+    """Return the figure of a metric, without a drawing if it is constant."""
+    found = Figure(reading.title, reading.sentence, markup=None)
     if len({value for _, value in reading.points}) > 1:
         lines = {reading.title: reading.points}
         penalized = stage.series("objective/rlhf_reward")
         if reading.key == "objective/scores" and penalized:
             lines = {"score": reading.points, "minus the KL penalty": penalized}
         draw = partial(charts.draw_curves, lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
-        card = figure(f"ppo-{reading.key}", reading.title, reading.sentence, draw)
+        found = figure(f"ppo-{reading.key}", reading.title, reading.sentence, draw)
     advice = with_values(reading.advice, stage.config)
 
-    return replace(card, verdict=reading.verdict, advice=advice, key=reading.key)
+    return replace(found, verdict=reading.verdict, advice=advice, key=reading.key)
 
 
 # Evaluation
