@@ -152,14 +152,14 @@ def shell_word(text: str) -> str:
 
 
 @contextmanager
-def translate_rust_panics(code: str, text: str) -> Iterator[None]:
-    """Turn the panic of a Rust library, which is not an Exception, into an error with this code."""
+def translate_rust_panics(text: str) -> Iterator[None]:
+    """Turn the panic of a tokenizer, which is Rust's and no Exception, into RLHFError M01."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise RLHFError(code, f"{text}: {short_reason(error)}") from error
+        raise RLHFError("M01", f"{text}: {short_reason(error)}") from error
 
 
 def shown(path: str | Path) -> str:

@@ -560,7 +560,7 @@ def tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[li
     if not texts:
         return []
     # verbose=False: no warning of the library about long sequences; rlhf checks max_length itself.
-    with translate_rust_panics("M01", "the tokenizer fails on a text"):
+    with translate_rust_panics("the tokenizer fails on a text"):
         batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
     unreadable = ids_without_embedding(tokenizer)
     if unreadable:

@@ -222,8 +222,8 @@ def draw_win_rates(rows: Sequence[WinRateRow], axis: "Axes") -> None:
     axis.grid(visible=False, axis="y")
 
 
-def draw_histograms(values: Mapping[str, Sequence[float]], x: str, axis: "Axes") -> None:
-    """Draw one outline per series, with the same bins."""
+def draw_lengths(values: Mapping[str, Sequence[float]], axis: "Axes") -> None:
+    """Draw one outline of the answers' lengths per series, with the same bins."""
     import numpy as np
 
     pooled = [value for series in values.values() for value in series]
@@ -236,18 +236,18 @@ def draw_histograms(values: Mapping[str, Sequence[float]], x: str, axis: "Axes")
         (outline,) = cast("list[Polygon]", filled)
         outline.set_label(label)
         mark(outline, label)
-    axis.set(xlabel=x, ylabel="answers")
+    axis.set(xlabel="tokens per answer", ylabel="answers")
     axis.legend(loc="best")
 
 
-def draw_bars(counts: Sequence[float], edges: Sequence[float], x: str, y: str, axis: "Axes") -> None:
-    """Draw bars of equal width: below the first edge, between each two, and above the last."""
+def draw_margins(counts: Sequence[float], edges: Sequence[float], axis: "Axes") -> None:
+    """Draw the pairs by margin as bars of equal width: below the first edge, between each two, and above the last."""
     bars = axis.bar(range(len(counts)), counts, color=LINE_COLORS[0], width=0.85)
     for index, bar in enumerate(bars):
         mark(bar, f"bar-{index}")
     places = [index + 0.5 for index in range(len(edges))]
     axis.set_xticks(places, [number(edge) for edge in edges])
-    axis.set(xlabel=x, ylabel=y)
+    axis.set(xlabel="margin, chosen - rejected", ylabel="pairs")
     axis.grid(visible=False, axis="x")
 
 

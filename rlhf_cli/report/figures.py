@@ -126,7 +126,7 @@ def report_card(card: RewardModelCard) -> list[Figure]:
     )
 
     draw_calibration = partial(charts.draw_calibration, card.calibration)
-    draw_margins = partial(charts.draw_bars, counts, edges, "margin, chosen - rejected", "pairs")
+    draw_margins = partial(charts.draw_margins, counts, edges)
     return [
         figure("card-calibration", "Calibration", ece, draw_calibration),
         figure("card-margins", "Margins", margins, draw_margins),
@@ -201,6 +201,6 @@ def lengths(pairs: Sequence[ResponsePair]) -> Figure | None:
         "PPO": [pair.ppo["length"] for pair in pairs],
     }
     means = ", ".join(f"{name} {number(fmean(each))}" for name, each in tokens.items())
-    draw = partial(charts.draw_histograms, tokens, "tokens per answer")
+    draw = partial(charts.draw_lengths, tokens)
 
     return figure("lengths", "Answer lengths", f"Mean tokens per answer: {means}.", draw)
