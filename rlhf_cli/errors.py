@@ -56,7 +56,8 @@ class Problem:
 
     def line(self, kind: str = "error") -> str:
         """Return the printed message, starting with `error[CODE]` or `warning[CODE]`."""
-        location, text = f"{self.where}: " if self.where else "", self.text
+        location = f"{self.where}: " if self.where else ""
+        text = self.text
         if location.startswith(OVERRIDE):  # most texts begin with the same key
             text = text.removeprefix(location.removeprefix(OVERRIDE))
         hint = "\nhint: " + " ".join(self.hint.splitlines()) if self.hint else ""
@@ -164,7 +165,8 @@ def translate_rust_panics(text: str) -> Iterator[None]:
 
 def shown(path: str | Path) -> str:
     """Return the path for messages: relative if it is below the working directory."""
-    absolute, cwd = os.path.abspath(path), os.getcwd()
+    absolute = os.path.abspath(path)
+    cwd = os.getcwd()
     return os.path.relpath(absolute, cwd) if absolute.startswith(cwd.rstrip("/") + "/") else absolute
 
 

@@ -16,7 +16,8 @@ from rlhf_cli.data.readers import RowIterator, RowLocation
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import appended_rows
 
-CANDIDATES, LABELS = "candidates.jsonl", "labels.jsonl"
+CANDIDATES = "candidates.jsonl"
+LABELS = "labels.jsonl"
 Messages = list[dict[str, Any]]
 Choice = Literal["first", "second", "tie", "bad", "skip"]
 CHOICES: tuple[str, ...] = get_args(Choice)

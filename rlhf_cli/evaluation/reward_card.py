@@ -89,7 +89,8 @@ def print_card(result: RewardModelAccuracy) -> None:
 
 
 def _print_margins(card: RewardModelCard) -> None:
-    edges, counts = card.margin_histogram.edges, card.margin_histogram.counts
+    edges = card.margin_histogram.edges
+    counts = card.margin_histogram.counts
     inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
     bins = [f"below {edges[0]:g}", *inner, f"from {edges[-1]:g}"]
     terminal.table(["margin, chosen - rejected", *bins], [["pairs", *map(str, counts)]])

@@ -47,7 +47,8 @@ def response_pairs(samples: Sequence[Sample]) -> list[ResponsePair]:
 
     pairs = []
     for index in sorted(sft_rows.keys() & ppo_rows.keys()):
-        sft, ppo = sft_rows[index], ppo_rows[index]
+        sft = sft_rows[index]
+        ppo = ppo_rows[index]
         gain = ppo["scores"][judge] - sft["scores"][judge]
         pairs.append(ResponsePair(index, sft["prompt"], sft, ppo=ppo, gain=gain))
     return pairs

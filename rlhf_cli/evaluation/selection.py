@@ -69,7 +69,8 @@ def select_point(
     `policies`: by step. The selection also has the rule as text and the other steps within noise of the best (for all
     comparisons together). Its scores and win rates are without the bias of the selection, `optimism` of the mean.
     """
-    judge, kl_max = select.judge, select.kl_max
+    judge = select.judge
+    kl_max = select.kl_max
     eligible = [point for point in points if kl_max is None or point.kl <= kl_max]
     eligible.sort(key=lambda point: point.kl)
 

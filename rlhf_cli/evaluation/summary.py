@@ -67,7 +67,8 @@ def _best_of(best_of_n: Sequence[EvalResponses], sampled: Mapping[str, EvalRespo
 
 def _best_of_one(best_of_n: EvalResponses, sampled: Mapping[str, EvalResponses]) -> BestOfN:
     n = int(best_of_n.model.removeprefix("best_of_"))
-    sft, ppo = sampled.get("sft"), sampled.get("ppo")
+    sft = sampled.get("sft")
+    ppo = sampled.get("ppo")
     return BestOfN(
         n=n,
         kl_bound=statistics.best_of_n_kl(n),

@@ -190,7 +190,8 @@ def _kept_bytes(kind: Any, fields: str, length: int, dtype: str, attention: str 
     def keep(number: int) -> tuple[int, int, int]:
         """Return the bytes for one row, for two rows and of a layer's input, in a model of `number` layers."""
         with FakeTensorMode():
-            shallow, cpu = with_layers(config, number), torch.device("cpu")
+            shallow = with_layers(config, number)
+            cpu = torch.device("cpu")
             model = build.causal_lm_from_config(shallow, dtype=dtype, attn_implementation=attention, device=cpu)
             model.eval()
             one = _count_kept(model, 1, length, bf16=bf16)
@@ -198,7 +199,8 @@ def _kept_bytes(kind: Any, fields: str, length: int, dtype: str, attention: str 
         return one, two, length * text.hidden_size * model.dtype.itemsize
 
     if layers > COUNTED_LAYERS[-1] and has_equal_layers(kind, fields):
-        few, more = keep(COUNTED_LAYERS[0]), keep(COUNTED_LAYERS[1])
+        few = keep(COUNTED_LAYERS[0])
+        more = keep(COUNTED_LAYERS[1])
         rest = layers - COUNTED_LAYERS[0]
         one = few[0] + rest * (more[0] - few[0])
         two = few[1] + rest * (more[1] - few[1])

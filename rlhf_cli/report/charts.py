@@ -172,7 +172,8 @@ def draw_curves(
 
 def _range_with_margin(values: Sequence[float]) -> tuple[float, float]:
     """Return the visible range of values, which is not empty if they are equal."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     margin = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
     return low - margin, high + margin
 

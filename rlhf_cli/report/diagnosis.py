@@ -429,7 +429,8 @@ def sentences(run: Run) -> Iterator[str]:
 
 def _length_sentence(report: Report) -> Iterator[str]:
     """Yield the lengths of both policies' answers, and the win rate at equal lengths."""
-    ppo, sft = report.models.get("ppo"), report.models.get("sft")
+    ppo = report.models.get("ppo")
+    sft = report.models.get("sft")
     if ppo is None or sft is None:
         return
 
@@ -438,7 +439,8 @@ def _length_sentence(report: Report) -> Iterator[str]:
     if rate.length_controlled is not None:
         equal = with_interval(rate.length_controlled, rate.length_controlled_ci95)
         controlled = f"; length-controlled win rate {equal}"
-    ours, theirs = number(ppo.response_length_mean), number(sft.response_length_mean)
+    ours = number(ppo.response_length_mean)
+    theirs = number(sft.response_length_mean)
     yield f"PPO's answers have {ours} tokens on average, SFT's {theirs}{controlled}."
 
 

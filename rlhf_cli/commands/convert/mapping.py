@@ -19,7 +19,8 @@ from rlhf_cli.config.messages import translate_validation_error
 from rlhf_cli.config.ppo import BELONGS_TO, PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, redact
 
-OLD, NEW = "0.11", "1.12"
+OLD = "0.11"
+NEW = "1.12"
 VERSIONS = yaml_io.read(Path(__file__).with_name("trl.yaml")).tree
 OPTIONS: dict[str, list[str]] = {version: VERSIONS[version]["options"] for version in (OLD, NEW)}
 ONLY_OLD = {*OPTIONS[OLD], *VERSIONS[OLD]["names"]} - {*OPTIONS[NEW]}

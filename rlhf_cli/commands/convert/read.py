@@ -45,7 +45,8 @@ class TRLSettings:
 
 def read_settings(path: Path) -> TRLSettings:
     """Parse a file; nothing in it is executed. Raises RLHFError C03, C08, C09 or S02 if it cannot be read."""
-    name, suffix = str(path), path.suffix.lower()
+    name = str(path)
+    suffix = path.suffix.lower()
     if suffix == ".ipynb":
         hint = f"save it as a script: jupyter nbconvert --to script {name}"
         raise RLHFError("C09", "notebooks are not supported", where=name, hint=hint)
