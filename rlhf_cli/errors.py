@@ -220,7 +220,8 @@ def closest_path(path: str | Path, *, is_candidate: Callable[[Path], bool] = os.
 
 def register_secrets(*values: str) -> None:
     """Make `redact` remove these values and each of their words: for "Bearer KEY", KEY as well."""
-    _registered.update(part for value in values for part in (value, *value.split()) if len(part) >= MIN_SECRET_LENGTH)
+    for value in values:
+        _registered.update(part for part in (value, *value.split()) if len(part) >= MIN_SECRET_LENGTH)
 
 
 def redact(text: str) -> str:

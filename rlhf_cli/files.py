@@ -181,8 +181,10 @@ def sync(path: Path) -> None:
 def sync_files(folder: Path, names: Iterable[str]) -> None:
     """Flush the named files below `folder`, and the folders that contain them, to disk."""
     paths = [folder / name for name in names]
-    parents = {parent for path in paths for parent in path.parents if parent.is_relative_to(folder)} | {folder}
-    for path in (*paths, *parents):
+    folders = {folder}
+    for path in paths:
+        folders.update(parent for parent in path.parents if parent.is_relative_to(folder))
+    for path in (*paths, *folders):
         sync(path)
 
 

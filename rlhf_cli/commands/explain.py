@@ -106,7 +106,10 @@ def every_key() -> dict[str, list[Entry]]:
 
 
 def _all_keys() -> list[StageKey]:
-    return [(stage, key) for stage in config.CONFIGS for key in config.keys(stage).values()]
+    keys: list[StageKey] = []
+    for stage in config.CONFIGS:
+        keys += [(stage, key) for key in config.keys(stage).values()]
+    return keys
 
 
 def _find(path: str) -> list[StageKey]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain, takewhile
+from itertools import chain, product, takewhile
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -485,7 +485,7 @@ def fitting_variables(
     """
     names = sorted(set(re.findall(r"\b\w*(?:think|reason)\w*\b", tokenizer.chat_template)))
     values = (True,) if thoughts else (False, "none", True)
-    tried = [{name: value} for value in values for name in names]
+    tried = [{name: value} for value, name in product(values, names)]
     for variables in (first or {}, {}, *tried):
         if _fits(tokenizer, variables, thoughts):
             return dict(variables)

@@ -112,7 +112,9 @@ def check_required(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
         raise RLHFError("C17", f"{KEY} has no effect: no reward is a model", where=config.where(KEY), hint="remove it")
     # Several keys may name one folder.
     models = {parent.path: parent for key, parent in parents.items() if key.startswith("rewards.")}
-    problems = [problem for parent in models.values() for problem in _unmet_requirements(config, parent)]
+    problems: list[Problem] = []
+    for parent in models.values():
+        problems += _unmet_requirements(config, parent)
     if problems:
         raise RLHFError.from_problems(problems)
 

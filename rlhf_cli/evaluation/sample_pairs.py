@@ -34,7 +34,7 @@ def deciding_judge(judges: Iterable[str]) -> str:
 
 def deciding_judge_of(samples: Sequence[Sample]) -> str | None:
     """Return the deciding judge of samples.jsonl, None if no judge scored it."""
-    names = [name for row in samples[:1] for name in row.get("scores", {})]
+    names = samples[0].get("scores") if samples else None
     return deciding_judge(names) if names else None
 
 

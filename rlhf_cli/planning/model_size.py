@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -95,12 +96,12 @@ class Architecture:
     @property
     def matrix_numbers(self) -> int:
         """Numbers in the backbone's matrices."""
-        return sum(width * height for shapes in self.matrices.values() for width, height in shapes)
+        return sum(width * height for width, height in chain.from_iterable(self.matrices.values()))
 
     def adapter_numbers(self, adapters: LoRA) -> int:
         """Return the numbers of adapters beside their target matrices."""
         targets = self.matrices if adapters.target_modules == "all-linear" else adapters.target_modules
-        sites = [shape for name in targets for shape in self.matrices.get(name, ())]
+        sites = chain.from_iterable(self.matrices.get(name, ()) for name in targets)
         return adapters.r * sum(width + height for width, height in sites)
 
 

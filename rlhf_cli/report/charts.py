@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -157,7 +158,7 @@ def draw_curves(
         )
         mark(line, label)
 
-    low, high = _range_with_margin([value for points in lines.values() for _, value in points])
+    low, high = _range_with_margin([value for _, value in chain.from_iterable(lines.values())])
     if band:
         first_line = next(iter(lines.values()))
         _shade(band, [step for step, _ in first_line], (low, high), axis)
@@ -227,7 +228,7 @@ def draw_lengths(values: Mapping[str, Sequence[float]], axis: "Axes") -> None:
     """Draw one outline of the answers' lengths per series, with the same bins."""
     import numpy as np
 
-    pooled = [value for series in values.values() for value in series]
+    pooled = list(chain.from_iterable(values.values()))
     spread = int(max(pooled) - min(pooled))
     bins: list[float] = np.histogram_bin_edges(pooled, bins=min(30, max(5, spread))).tolist()
     for index, (label, series) in enumerate(values.items()):

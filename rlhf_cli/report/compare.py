@@ -169,7 +169,7 @@ def _policy_rows(reports: Sequence[Report | None]) -> Iterator[Row]:
     ppo = [report.models.get("ppo") if report else None for report in reports]
     sft = [report.models.get("sft") if report else None for report in reports]
 
-    for judge in dict.fromkeys(judge for scores in ppo if scores for judge in scores.judges):
+    for judge in dict.fromkeys(chain.from_iterable(scores.judges for scores in ppo if scores)):
         yield result_row(f"PPO, mean of {judge}, held-out prompts", [_mean_by(judge, scores) for scores in ppo])
 
     yield result_row("PPO, KL from SFT in nats", _of_each(ppo, "kl"))
@@ -212,7 +212,7 @@ def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
 
     The interval of their difference is corrected for the number of pairs of runs.
     """
-    for judge in dict.fromkeys(name for run in runs for name in run.rates):
+    for judge in dict.fromkeys(chain.from_iterable(run.rates for run in runs)):
         rated_runs = list(_rated_runs(judge, names, runs))
         if len(rated_runs) < 2:
             continue

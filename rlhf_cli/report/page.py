@@ -1,6 +1,7 @@
 """The report of one run as an HTML page."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES
@@ -75,7 +76,7 @@ def _subtitle(run: Run) -> str:
 
 def _warnings(run: Run, badges: Sequence[diagnosis.Badge]) -> list[str]:
     """Return what is damaged, and the warnings of the evaluation that no badge repeats."""
-    reasons = [reason for badge in badges for reason in badge.reasons]
+    reasons = list(chain.from_iterable(badge.reasons for badge in badges))
     found = list(run.notes)
     if run.outcome:
         found += run.outcome.warnings or []
@@ -93,8 +94,7 @@ def _what_ran(run: Run) -> dict[str, Any]:
         "speed": tables.speed(ppo),
         "differences": [
             [each.stage, each.key, each.value, "required" if each.default is None else each.default]
-            for stage in stages
-            for each in from_defaults(stage)
+            for each in chain.from_iterable(map(from_defaults, stages))
         ],
         "data": tables.data_rows(stages),
         "models": tables.model_rows(run),

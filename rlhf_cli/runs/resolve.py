@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -133,7 +134,7 @@ def open_parents(config: Config, pending: Collection[Path] = (), *, hashed: bool
         except RLHFError as error:
             problems.setdefault(reference.path, list(error.problems))
     if problems:
-        raise RLHFError.from_problems([problem for path_problems in problems.values() for problem in path_problems])
+        raise RLHFError.from_problems(list(chain.from_iterable(problems.values())))
     return parents
 
 
