@@ -9,7 +9,9 @@ __version__ = "0.1.0"
 
 def import_on_first_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package; `modules` has the names that each module below rlhf_cli provides."""
-    module_of = {name: module for module, names in modules.items() for name in names.split()}
+    module_of: dict[str, str] = {}
+    for module, names in modules.items():
+        module_of |= dict.fromkeys(names.split(), module)
 
     def import_name(name: str) -> Any:
         if name not in module_of:

@@ -36,7 +36,8 @@ def alone() -> Iterator[None]:
     It is for commands that train nothing: each prints and writes for itself.
     """
     global _alone
-    before, _alone = _alone, True
+    before = _alone
+    _alone = True
     try:
         yield
     finally:

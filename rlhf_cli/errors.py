@@ -56,7 +56,8 @@ class Problem:
 
     def line(self, kind: str = "error") -> str:
         """Return the printed message, starting with `error[CODE]` or `warning[CODE]`."""
-        location, text = f"{self.where}: " if self.where else "", self.text
+        location = f"{self.where}: " if self.where else ""
+        text = self.text
         if location.startswith(OVERRIDE):  # most texts begin with the same key
             text = text.removeprefix(location.removeprefix(OVERRIDE))
         hint = "\nhint: " + " ".join(self.hint.splitlines()) if self.hint else ""
@@ -152,19 +153,20 @@ def shell_word(text: str) -> str:
 
 
 @contextmanager
-def translate_rust_panics(code: str, text: str) -> Iterator[None]:
-    """Turn the panic of a Rust library, which is not an Exception, into an error with this code."""
+def translate_rust_panics(text: str) -> Iterator[None]:
+    """Turn the panic of a tokenizer, which is Rust's and no Exception, into RLHFError M01."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise RLHFError(code, f"{text}: {short_reason(error)}") from error
+        raise RLHFError("M01", f"{text}: {short_reason(error)}") from error
 
 
 def shown(path: str | Path) -> str:
     """Return the path for messages: relative if it is below the working directory."""
-    absolute, cwd = os.path.abspath(path), os.getcwd()
+    absolute = os.path.abspath(path)
+    cwd = os.getcwd()
     return os.path.relpath(absolute, cwd) if absolute.startswith(cwd.rstrip("/") + "/") else absolute
 
 
@@ -203,9 +205,11 @@ def closest_path(path: str | Path, *, is_candidate: Callable[[Path], bool] = os.
     """Return the file or folder with the name most similar to that of the missing `path`, in its parent folder."""
     missing = Path(path)
     if not os.path.isdir(missing.parent):  # Path.is_dir raises for a name that is too long
-        folder = None if missing.parent == missing else closest_path(missing.parent, is_candidate=os.path.isdir)
-        candidate = Path(folder) / missing.name if folder else None
-        return shown(candidate) if candidate and is_candidate(candidate) else None
+        folder = closest_path(missing.parent, is_candidate=os.path.isdir) if missing.parent != missing else None
+        if folder and is_candidate(Path(folder, missing.name)):
+            return shown(Path(folder, missing.name))
+        return None
+
     names = sorted(name for name in os.listdir(missing.parent) if is_candidate(missing.parent / name))
     # compare without the suffix, which would make all names similar
     stems = {Path(name).stem: name for name in names if Path(name).suffix == missing.suffix}
@@ -216,7 +220,8 @@ def closest_path(path: str | Path, *, is_candidate: Callable[[Path], bool] = os.
 
 def register_secrets(*values: str) -> None:
     """Make `redact` remove these values and each of their words: for "Bearer KEY", KEY as well."""
-    _registered.update(part for value in values for part in (value, *value.split()) if len(part) >= MIN_SECRET_LENGTH)
+    for value in values:
+        _registered.update(part for part in (value, *value.split()) if len(part) >= MIN_SECRET_LENGTH)
 
 
 def redact(text: str) -> str:

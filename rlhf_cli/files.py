@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -13,8 +14,10 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+import orjson
+
 from rlhf_cli.errors import RLHFError, shown, translate_read_errors
-from rlhf_cli.jsonl import to_json
+from rlhf_cli.jsonl import numbered_rows, to_json
 from rlhf_cli.system import format_bytes
 
 MODEL_CARDS = ("README.md",)  # not part of a model
@@ -178,8 +181,10 @@ def sync(path: Path) -> None:
 def sync_files(folder: Path, names: Iterable[str]) -> None:
     """Flush the named files below `folder`, and the folders that contain them, to disk."""
     paths = [folder / name for name in names]
-    parents = {parent for path in paths for parent in path.parents if parent.is_relative_to(folder)} | {folder}
-    for path in (*paths, *parents):
+    folders = {folder}
+    for path in paths:
+        folders.update(parent for parent in path.parents if parent.is_relative_to(folder))
+    for path in (*paths, *folders):
         sync(path)
 
 
@@ -241,6 +246,61 @@ def read_checked_json(path: Path) -> tuple[dict[str, Any], str | None]:
         return {}, f"{path.name} is missing or not readable"
     recorded = value.pop("sha256", None)
     return value, None if recorded == json_sha256(value) else f"{path.name}: {HASH_DIFFERS}"
+
+
+# JSON Lines that grow. A last line without its line break is a row if it is whole (an editor may have removed the line
+# break); else a killed process left it, which had not acknowledged it.
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows, and wait until the disk has them. On an OSError the file is as before."""
+    lines = "".join(to_json(row, allow_nan=False) + "\n" for row in rows)
+    path.touch()
+    size = path.stat().st_size
+    try:
+        with path.open("ab") as file:
+            file.write(lines.encode("utf-8"))
+        sync(path)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
+
+
+def appended_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, row) of a file that `append_rows` writes. Raises RLHFError D03, D04, D12, E08."""
+    if path.exists():
+        content = read_regular(path, MAX_LOG_BYTES)
+        yield from numbered_rows(io.BytesIO(content[: _whole_rows(content)]), path)
+
+
+def repair_end(path: Path) -> int:
+    """Make a file of rows ready for `append_rows`; return how many bytes of an unfinished line were removed.
+
+    Raises RLHFError S03 for a link out of the folder.
+    """
+    require_inside(path)
+    content = read_regular(path, MAX_LOG_BYTES) if path.exists() else b""
+    whole = _whole_rows(content)
+    if whole < len(content):
+        os.truncate(path, whole)
+    elif content and not content.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    return len(content) - whole
+
+
+def _whole_rows(content: bytes) -> int:
+    """Return the number of bytes before an unfinished last line."""
+    last_line = content.rfind(b"\n") + 1
+    try:
+        orjson.loads(content[last_line:])
+    except orjson.JSONDecodeError:
+        return last_line
+    return len(content)
+
+
+# Files that a manifest lists
 
 
 def safe_join(folder: Path, name: str, *, where: str) -> Path:

@@ -73,7 +73,8 @@ class HTTPClient:
     ) -> tuple[httpx2.Response, bytes]:
         """Return the response and its body. Raises TimeoutError or httpx2.HTTPError without a complete answer."""
         fixed = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
-        headers, content = httpx2.Headers({**fixed, **self.headers}, encoding="utf-8"), b""
+        headers = httpx2.Headers({**fixed, **self.headers}, encoding="utf-8")
+        content = b""
         method = "GET" if body is None else "POST"
         async with (
             asyncio.timeout(self.timeout),  # of the complete answer; httpx2's own timeouts apply to each read

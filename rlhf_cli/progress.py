@@ -30,8 +30,13 @@ class Progress:
     """
 
     def __init__(self, label: str, total: int, unit: str = "step", *, done: int = 0, brief: bool = False) -> None:
-        self.label, self.total, self.unit, self.brief = terminal.clean(label), total, unit, brief
-        self.done, self.note, self._done_before = done, "", done
+        self.label = terminal.clean(label)
+        self.total = total
+        self.unit = unit
+        self.brief = brief
+        self.done = done
+        self.note = ""
+        self._done_before = done
         self._bar: Any = None
         self._shown = not brief
 
@@ -73,7 +78,8 @@ class Progress:
                 with suppress(OSError):  # the terminal is closed
                     self._bar = _start_bar(self)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES and (self.done < self.total or self.nested_status()):
-            self._last_line, self._shown = now, True
+            self._last_line = now
+            self._shown = True
             terminal.say(self._line())
 
     def _counts(self) -> str:
@@ -81,7 +87,8 @@ class Progress:
 
     def rate(self) -> str:
         """Return speed and time left as text."""
-        seconds, done = time.monotonic() - self._began, self.done - self._done_before
+        seconds = time.monotonic() - self._began
+        done = self.done - self._done_before
         if done <= 0 or seconds <= 0:
             return ""
         speed = done / seconds

@@ -11,11 +11,13 @@ from typing import Any
 Z95 = 1.959963984540054  # standard normal quantile at 0.975
 CAUCHY = 2.5  # scale of the prior, Gelman et al. 2008: few effects change the log-odds by more
 RESAMPLES = 2000
-FOLDS, SPLITS = 5, 20  # of the prompts, for the selection of one of several policies
+FOLDS = 5  # of the prompts, for the selection of one of several policies
+SPLITS = 20  # ways of dealing the prompts into folds
 FEWEST_SIDE = 0.1  # share of rows on each side of equal lengths: with fewer a controlled rate is an extrapolation
 FEWEST_DIFFERENT = 5  # rows that differ from the most frequent value: of fewer no variance can be estimated
 FEWEST = 8  # values of a series: fewer do not separate noise from a trend
-MAX_ITERATIONS, TOLERANCE = 200, 1e-8  # of the fit; the tolerance is on the rate
+MAX_ITERATIONS = 200  # of the fit
+TOLERANCE = 1e-8  # on its rate
 
 
 def bonferroni_z(count: int) -> float:
@@ -29,7 +31,8 @@ def wilson(wins: float, n: float, z: float = Z95) -> tuple[float, float]:
     Wilson 1927; Brown, Cai and DasGupta 2001, section 3.1.1. Another `z` gives another level.
     """
     assert n > 0 and 0 <= wins <= n
-    share, z2 = wins / n, z * z
+    share = wins / n
+    z2 = z * z
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = z * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -93,7 +96,8 @@ class Clusters:
         """
         import numpy as np
 
-        count, rest = len(self.sizes), len(self.index) - self.sizes
+        count = len(self.sizes)
+        rest = len(self.index) - self.sizes
         if count == 1:
             return np.zeros((1, *influence.shape[1:]))  # of one cluster no variance is known
         scale = np.sqrt((count - 1) / count) / rest
@@ -113,7 +117,8 @@ def mean_intervals(values: Any, clusters: Clusters) -> tuple[Any, Any]:
     deviations = clusters.deviations(values - means)
     errors = np.sqrt((deviations**2).sum(axis=0))
     skewness = (deviations**3).sum(axis=0) / np.maximum(errors**3, 1e-300)
-    skewed, t = np.abs(skewness) > 1e-6, clusters.quantile
+    skewed = np.abs(skewness) > 1e-6
+    t = clusters.quantile
 
     def ends(quantile: float) -> Any:
         slope = np.where(skewed, skewness, 1.0)
@@ -157,8 +162,10 @@ def share_interval(points: Sequence[float], groups: Sequence[Hashable] | None = 
     """
     import numpy as np
 
-    clusters, values = Clusters.of(len(points), groups), np.asarray(points, dtype=np.float64)
-    rows, z = effective_rows(values, clusters), Z95
+    clusters = Clusters.of(len(points), groups)
+    values = np.asarray(points, dtype=np.float64)
+    rows = effective_rows(values, clusters)
+    z = Z95
     if 1 < len(clusters.sizes) < len(values):
         z = clusters.quantile
     return wilson(float(values.mean()) * rows, rows, z)
@@ -169,7 +176,9 @@ def effective_rows(points: Any, clusters: Clusters) -> float:
 
     Clusters tell at most as much as independent rows.
     """
-    n, count, mean = len(points), len(clusters.sizes), float(points.mean())
+    n = len(points)
+    count = len(clusters.sizes)
+    mean = float(points.mean())
     if count == 1 < n:
         return 1.0
     spread = mean * (1 - mean)
@@ -229,7 +238,8 @@ def length_controlled(
     differences = np.asarray(length_difference, dtype=np.float64)
     if min((differences >= 0).mean(), (differences <= 0).mean()) < FEWEST_SIDE:
         return None
-    points, n = np.asarray(win_points(scores, baseline)), len(differences)
+    points = np.asarray(win_points(scores, baseline))
+    n = len(differences)
     clusters = Clusters.of(n, groups)
     if np.ptp(differences) == 0 or points.sum() in (0, n) or len(clusters.sizes) == 1:
         return float(points.mean()), share_interval(points.tolist(), groups)
@@ -254,7 +264,8 @@ def _logistic_intercept(x: Any, y: Any) -> tuple[float, Any]:
         step_a, step_b = np.linalg.solve(bend, slope.sum(axis=1) - [0.0, precision * b])
         damping = 2 / max(2, abs(step_a), abs(step_b))  # nearly all rows may be wins
         before = expit(a)
-        a, b = a + damping * step_a, b + damping * step_b
+        a = a + damping * step_a
+        b = b + damping * step_b
         if abs(expit(a) - before) < TOLERANCE:
             break
     influence = len(x) * np.linalg.solve(bend, slope)[0]
@@ -273,9 +284,11 @@ def selection_weights(scores: Mapping[Any, Sequence[float]], groups: Sequence[Ha
 
     table = np.asarray(list(scores.values()), dtype=np.float64).T
     clusters = Clusters.of(len(table), groups)
-    sums, count = clusters.sums(table), len(clusters.sizes)
+    sums = clusters.sums(table)
+    count = len(clusters.sizes)
     weights = np.zeros((count, table.shape[1]))
-    rng, rows = np.random.default_rng(0), np.arange(count)
+    rng = np.random.default_rng(0)
+    rows = np.arange(count)
     for _ in range(SPLITS):
         fold = rng.permutation(count) % FOLDS
         parts = np.zeros((FOLDS, table.shape[1]))
@@ -287,10 +300,11 @@ def selection_weights(scores: Mapping[Any, Sequence[float]], groups: Sequence[Ha
 
 def without_bias(value: float, bounds: Sequence[float] | None, bias: float) -> tuple[float, list[float] | None]:
     """Return a mean without its selection bias, and its interval. It is wider: the bias is known to about its size."""
+    mean = value - bias
     if bounds is None:
-        return value - bias, None
-    low, high = (math.hypot(end - value, bias) for end in bounds)
-    return value - bias, [value - bias - low, value - bias + high]
+        return mean, None
+    low, high = bounds
+    return mean, [mean - math.hypot(low - value, bias), mean + math.hypot(high - value, bias)]
 
 
 def within_noise(scores: Mapping[Any, Sequence[float]], groups: Sequence[Hashable] | None = None) -> list[Any]:
@@ -304,13 +318,16 @@ def within_noise(scores: Mapping[Any, Sequence[float]], groups: Sequence[Hashabl
     from scipy.special import stdtrit
 
     table = np.asarray(list(scores.values()), dtype=np.float64).T
-    means, clusters = table.mean(axis=0), Clusters.of(len(table), groups)
-    k, n = len(means), len(clusters.sizes)
+    means = table.mean(axis=0)
+    clusters = Clusters.of(len(table), groups)
+    k = len(means)
+    n = len(clusters.sizes)
     if n < 2:
         return list(scores)  # one prompt has no variance
     drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     # small samples: correct the bootstrap's standard deviation, and replace normal by Student's t tails
-    level, freedom = 1 - 0.05 / max(2, k), n - 1
+    level = 1 - 0.05 / max(2, k)
+    freedom = n - 1
     widening = math.sqrt(n / freedom) * float(stdtrit(freedom, level)) / NormalDist().inv_cdf(level)
     noise = drawn @ clusters.sums(table - means) / len(table) * widening
     bounds = np.quantile(noise.max(axis=1)[:, None] - noise, 0.95, axis=0)
@@ -340,7 +357,8 @@ def noise(values: Sequence[float], share: float = 1.0) -> float:
     The noise is estimated from differences of neighbours, which a slow trend hardly affects: sum d^2 / (2 (n - 1)),
     with 2 (n - 1)^2 / (3 n - 4) degrees of freedom (von Neumann et al. 1941, Annals of Mathematical Statistics 12(2)).
     """
-    n, steps = len(values), _differences(values)
+    n = len(values)
+    steps = _differences(values)
     return _student(2 * (n - 1) ** 2 / (3 * n - 4)) * math.sqrt(share * fmean(step * step for step in steps) / 2)
 
 
@@ -370,7 +388,8 @@ def end_noise(values: Sequence[float], of_the_first: float = 0.0) -> float:
 
 def gained(values: Sequence[float]) -> tuple[float, float]:
     """Return the last quarter's mean minus the first tenth's, and half its 95 % interval. At least FEWEST values."""
-    head, tail = values[: max(1, len(values) // 10)], last_quarter(values)
+    head = values[: max(1, len(values) // 10)]
+    tail = last_quarter(values)
     return fmean(tail) - fmean(head), noise(values, 1 / len(head) + 1 / len(tail))
 
 

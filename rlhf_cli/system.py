@@ -85,7 +85,8 @@ class GracefulStop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
-            self._received, self._received_at = signal.Signals(number), time.monotonic()
+            self._received = signal.Signals(number)
+            self._received_at = time.monotonic()
             if distributed.is_main_process():
                 with suppress(OSError):  # stderr may be closed
                     os.write(2, STOP_MESSAGE)  # unbuffered, because the signal may have interrupted a print

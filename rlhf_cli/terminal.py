@@ -20,7 +20,8 @@ SEEN_FILE_VARIABLE = "RLHF_SEEN_MESSAGES"  # names a file with one hash per prin
 _seen: set[str] = set()
 # Characters that can move the cursor, recolour or retitle a terminal: C0 except tab and newline, DEL, C1.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+DIM = "\x1b[2m"
+PLAIN = "\x1b[0m"
 
 _warnings: dict[str, Problem] = {}  # by the line as printed, without its hint
 _muted = False
@@ -28,7 +29,9 @@ _closed_streams: list[TextIO] = []
 _stdout_error: OSError | None = None
 READER_GONE = (errno.EPIPE, errno.EIO)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-MINUTE, HOUR, DAY = 60, 3600, 86400
+MINUTE = 60
+HOUR = 3600
+DAY = 86400
 
 
 @contextmanager
@@ -46,7 +49,8 @@ def is_first_time(text: str) -> bool:
     """Return True, and record it, if the command has not printed this text. Only the main process prints."""
     if not distributed.is_main_process():
         return False
-    line, file = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest(), os.environ.get(SEEN_FILE_VARIABLE)
+    line = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+    file = os.environ.get(SEEN_FILE_VARIABLE)
     with suppress(OSError):  # no message yet
         if file:  # of the messages that earlier processes of the command printed
             _seen.update(Path(file).read_text(encoding="ascii").split())
@@ -138,7 +142,8 @@ def warn(code: str, text: str, *, where: str | None = None, hint: str | None = N
 def muted_warnings() -> Iterator[None]:
     """Print no warnings and no lines of `log_once`: another process will. Warnings are kept."""
     global _muted
-    before, _muted = _muted, True
+    before = _muted
+    _muted = True
     try:
         yield
     finally:

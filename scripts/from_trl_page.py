@@ -12,8 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_cli.commands.convert.mapping import VERSIONS, target_key
-from rlhf_cli.commands.convert.rules import BATCH_KEYS
+from rlhf_cli.commands.convert.mapping import BATCH_KEYS, VERSIONS, target_key
 from rlhf_cli.config.machinery.aliases import ALIASES
 from rlhf_cli.config.machinery.yaml_io import to_yaml
 

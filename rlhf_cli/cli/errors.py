@@ -177,7 +177,8 @@ def _reported_elsewhere(error: RLHFError) -> bool:
     A rank that only knows that another is missing (R14) waits for that one to report and exit first, since the exit
     code of the group is that of the first process to exit.
     """
-    rank_missing, is_main = error.problems[0].code == "R14", distributed.is_main_process()
+    rank_missing = error.problems[0].code == "R14"
+    is_main = distributed.is_main_process()
     try:
         if rank_missing or not is_main:
             time.sleep(2 * REPORT_WAIT_S if rank_missing else REPORT_WAIT_S)

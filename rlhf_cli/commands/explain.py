@@ -106,7 +106,10 @@ def every_key() -> dict[str, list[Entry]]:
 
 
 def _all_keys() -> list[StageKey]:
-    return [(stage, key) for stage in config.CONFIGS for key in config.keys(stage).values()]
+    keys: list[StageKey] = []
+    for stage in config.CONFIGS:
+        keys += [(stage, key) for key in config.keys(stage).values()]
+    return keys
 
 
 def _find(path: str) -> list[StageKey]:
@@ -246,11 +249,12 @@ def _one_of(words: Iterable[str]) -> str:
 
 def _show(stage_keys: list[StageKey]) -> None:
     """Print each key in full, and a line per key below a section."""
-    inner: list[StageKey] = []
     for number, entry in enumerate(_entries(stage_keys)):
         if number:
             terminal.out()
         _show_entry(entry)
+
+    inner: list[StageKey] = []
     for stage, outer in stage_keys:
         keys = config.keys(stage).values()
         inner += [(stage, key) for key in keys if key.path.startswith(f"{outer.path}.")]
@@ -259,10 +263,16 @@ def _show(stage_keys: list[StageKey]) -> None:
 
 def _show_alias(path: str, alias: Alias) -> None:
     """Print what another system's option is called here, and that key in full."""
-    words = ", ".join(f"{old} is {new}" for old, new in alias.values.items() if old != new)
-    parts = (f"{path} is called {alias.key} here", alias.note, words)
-    terminal.out("; ".join(part for part in parts if part) + "\n")
-    _show(_find(f"{path.rpartition('.')[0]}.{alias.key}") or _find(str(alias.key)))
+    text = f"{path} is called {alias.key} here"
+    if alias.note:
+        text += f"; {alias.note}"
+    words = [f"{old} is {new}" for old, new in alias.values.items() if old != new]
+    if words:
+        text += f"; {', '.join(words)}"
+    terminal.out(f"{text}\n")
+
+    section = path.rpartition(".")[0]
+    _show(_find(f"{section}.{alias.key}") or _find(str(alias.key)))
 
 
 def _show_lines(stage_keys: Iterable[StageKey]) -> None:

@@ -112,7 +112,8 @@ def _state_text(stage: Stage) -> str:
 
 def _progress_text(stage: Stage) -> str:
     """Return `step 3 of 8`; empty if the step is unknown."""
-    step, steps = stage.progress.step, stage.progress.steps
+    step = stage.progress.step
+    steps = stage.progress.steps
     if step is None:
         return ""
     return f"step {step} of {steps}" if steps else f"step {step}"
@@ -233,7 +234,8 @@ def _next_json(following: NextAction) -> dict[str, Any]:
 
 def _stage_json(stage: Stage) -> dict[str, Any]:
     metrics, source = headline(stage)
-    progress, process = stage.progress, stage.process
+    progress = stage.progress
+    process = stage.process
     return {
         "stage": stage.name,
         "folder": shown(stage.folder),

@@ -82,34 +82,26 @@ class PPORun:
 
     def load_state(self, step: int) -> dict[str, Any]:
         """Load the trainer's state after update `step`. Raises RLHFError M05 if it is damaged or missing."""
-        folder = runs.state_at(self.folder / "state", step)
-        try:
-            state: dict[str, Any] = save.load_tree(folder)["trainer"]
-        except OSError as error:  # a running stage deletes old checkpoints
-            raise RLHFError("M05", f"{shown(folder)} no longer exists", hint="choose another step") from error
+        state: dict[str, Any] = save.load_tree(runs.state_at(self.folder / "state", step))["trainer"]
         return state
 
     def open_parents(self) -> dict[str, Parent]:
         """Open the run's input models. Raises RLHFError as a stage does, and C15 if they or the data have changed."""
         parents = runs.open_parents(self.config)
-        logged = read_json_object(self.folder / "identity.json") or {}
+        recorded = read_json_object(self.folder / "identity.json") or {}
         current = runs.compute_identity(self.config, parents, self.config.sources())
-        changes = runs.identity_difference(_inputs_of(logged), _inputs_of(current))
+        inputs = {key: recorded.get(key, {}) for key in ("parents", "data")}
+        changes = runs.identity_difference(inputs, {key: current[key] for key in inputs})
         if changes:
             text = f"the inputs of {shown(self.folder)} have changed: {'; '.join(changes[:5])}"
             raise RLHFError("C15", text, hint="restore the inputs, or run the stage again and verify the new run")
         return parents
 
 
-def _inputs_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: identity.get(key, {}) for key in ("parents", "data")}
-
-
 def open_run(run: Path) -> PPORun:
     """Open the PPO run of a run folder or of RUN/ppo itself. Raises RLHFError M01 if there is none."""
-    candidates = (run / "ppo", run)
-    folder = next((path for path in candidates if (path / "identity.json").is_file()), None)
-    if folder is None or not (folder / "config.yaml").is_file():
+    folder = run if (run / "identity.json").is_file() else run / "ppo"
+    if not all((folder / name).is_file() for name in ("identity.json", "config.yaml")):
         raise RLHFError("M01", f"{shown(run)} contains no PPO run", hint="name a run folder with ppo/, e.g. runs/demo")
 
     num_processes = runs.recorded_num_processes(folder)
@@ -161,12 +153,12 @@ def _compare_samples(components: setup.PPOComponents, rows: Sequence[Mapping[str
     samples = [sample_tables.sample_row(components.tokenizer, experience, row["index"]) for row in rows]
     repeated = [flatten(sample) for sample in samples]
     recorded = [flatten(row) for row in rows]
-    quantities = []
-    for name in repeated[0]:
-        values = [row[name] for row in repeated]
+
+    def compare(name: str) -> Quantity:
         others = [row.get(name) for row in recorded]
-        quantities.append(Quantity.of_values(f"samples: {name}", values, others))
-    return quantities
+        return Quantity.of_values(f"samples: {name}", [row[name] for row in repeated], others)
+
+    return [compare(name) for name in repeated[0]]
 
 
 def _compare_weights(trainer: PPOTrainer, run: PPORun, step: int) -> list["Quantity"]:
@@ -205,15 +197,11 @@ class Quantity:
     @classmethod
     def of_weights(cls, name: str, repeated: Mapping[str, Tensor], recorded: Mapping[str, Tensor]) -> "Quantity":
         """Compare tensors of the same names."""
-        count = 0
-        sizes = []
-        differences = []
-        for key, weight in repeated.items():
-            now = weight.cpu().double()
-            count += now.numel()
-            sizes.append(float(now.abs().max()))
-            differences.append(float((now - recorded[key].double()).abs().max()))
-        return cls(name, count, max(sizes), max(differences))
+        largest = max(float(weight.abs().max()) for weight in repeated.values())
+        differences = [
+            float((weight.cpu().double() - recorded[key].double()).abs().max()) for key, weight in repeated.items()
+        ]
+        return cls(name, sum(weight.numel() for weight in repeated.values()), largest, max(differences))
 
 
 def _difference(value: Any, other: Any) -> float:
@@ -244,16 +232,16 @@ class Comparison:
     def result(self) -> str:
         """Return the result as a line of text, with the first quantity that differs."""
         changed = self.changed
+        count = len(self.quantities)
         if not changed:
-            return (
-                f"verify    update {self.step}: all {len(self.quantities)} quantities equal the run's to the last bit"
-            )
+            return f"verify    update {self.step}: all {count} quantities equal the run's to the last bit"
         verdict = "agrees up to rounding" if self.agrees else "differs"
-        count = f"{len(changed)} of {len(self.quantities)} quantities differ from the run's"
-        first = f"first {changed[0].name} by {changed[0].recorded:.1e}"
         changes = ", ".join(runs.environment_changes(self.run.folder, devices.device_name()))
         reason = changes or "another machine, number of threads, or version of the code"
-        return f"verify    update {self.step} {verdict}: {count}, {first}: {reason}"
+        return (
+            f"verify    update {self.step} {verdict}: {len(changed)} of {count} quantities differ from the run's, "
+            f"first {changed[0].name} by {changed[0].recorded:.1e}: {reason}"
+        )
 
     def print(self) -> None:
         """Print a table of the quantities, and the result."""

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from rlhf_cli.data import texts
@@ -336,7 +337,7 @@ def prompt_candidates(rows: Sequence[Row]) -> list[str]:
     Empty for whole dialogues, which contain it. A text at the beginning of both answers is not counted, nor one that
     most rows have, such as the name of a source.
     """
-    found = [name for row in rows for name in _texts_beside_answers(row)]
+    found = chain.from_iterable(map(_texts_beside_answers, rows))
     return [name for name in dict.fromkeys(found) if is_prompt_name(name) or _is_varied(name, rows)]
 
 

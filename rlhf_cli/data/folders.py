@@ -63,7 +63,9 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], *
 
     Next to named files it ignores them.
     """
-    named = {split: paths for split, paths in files.items() if split != "train" or any(map(_is_named, paths))}
+    named = dict(files)
+    if not any(map(_is_named, files.get("train", ()))):
+        named.pop("train", None)
     placed = set(chain.from_iterable(named.values()))
     rest = [path for path in data if path not in placed]
     if (folder / README).exists():  # a hub dataset: other suffixes are copies in other formats

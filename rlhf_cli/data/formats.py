@@ -87,7 +87,7 @@ class DatasetReader:
         self._rows: RowIterator = iter(())
         self._head: list[Row] = []  # the first rows, once they are needed
         self._reading = False  # rows are being read and have not been assigned to a split yet
-        self._known = {name for form in forms for name in form}
+        self._known: set[str] = set().union(*forms)
         self._refuse_unknown_columns()
 
     def rows(self) -> Iterator[tuple[RowLocation, Form, Row]]:

@@ -6,7 +6,7 @@ labels.jsonl is a label, or `{"undo": PAIR, "annotator": NAME}`, which takes bac
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,9 +14,10 @@ from typing import Any, Literal, get_args
 from rlhf_cli import terminal
 from rlhf_cli.data.readers import RowIterator, RowLocation
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.jsonl import numbered_lines, open_data, parse_json
+from rlhf_cli.files import appended_rows
 
-CANDIDATES, LABELS = "candidates.jsonl", "labels.jsonl"
+CANDIDATES = "candidates.jsonl"
+LABELS = "labels.jsonl"
 Messages = list[dict[str, Any]]
 Choice = Literal["first", "second", "tie", "bad", "skip"]
 CHOICES: tuple[str, ...] = get_args(Choice)
@@ -57,10 +58,10 @@ def is_labels_folder(folder: Path) -> bool:
 def read_labels(path: Path) -> dict[tuple[str, str], tuple[int, Label]]:
     """Return line number and label by (pair, annotator), in the order of the file, without those taken back.
 
-    A last line without its end is of a killed process, and is no label. Raises RLHFError D03, D04, D20.
+    An unfinished last line is of a killed process, and is no label. Raises RLHFError D03, D04, D12, D20.
     """
     labels: dict[tuple[str, str], tuple[int, Label]] = {}
-    for number, row in complete_rows(path):
+    for number, row in appended_rows(path):
         location = f"{shown(path)}:{number}"
         if "undo" in row:
             key = row["undo"], row.get("annotator")
@@ -77,20 +78,6 @@ def read_labels(path: Path) -> dict[tuple[str, str], tuple[int, Label]]:
             raise RLHFError("D20", text, where=location, hint="remove one of the two lines")
         labels[key] = number, label
     return labels
-
-
-def complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of each line that has its end. Raises RLHFError D03, D04, D20."""
-    with open_data(path) as file:
-        for number, raw in numbered_lines(file, path):
-            if not raw.endswith(b"\n"):
-                return
-            if not raw.strip():
-                continue
-            row = parse_json(raw.rstrip(), path, number)
-            if not isinstance(row, dict):
-                raise RLHFError("D20", "the line is not an object", where=f"{shown(path)}:{number}", hint=EDITED_HINT)
-            yield number, row
 
 
 def _parse_label(row: Mapping[str, Any], location: str) -> Label:

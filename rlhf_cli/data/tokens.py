@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain, takewhile
+from itertools import chain, product, takewhile
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -485,7 +485,7 @@ def fitting_variables(
     """
     names = sorted(set(re.findall(r"\b\w*(?:think|reason)\w*\b", tokenizer.chat_template)))
     values = (True,) if thoughts else (False, "none", True)
-    tried = [{name: value} for value in values for name in names]
+    tried = [{name: value} for value, name in product(values, names)]
     for variables in (first or {}, {}, *tried):
         if _fits(tokenizer, variables, thoughts):
             return dict(variables)
@@ -560,7 +560,7 @@ def tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[li
     if not texts:
         return []
     # verbose=False: no warning of the library about long sequences; rlhf checks max_length itself.
-    with translate_rust_panics("M01", "the tokenizer fails on a text"):
+    with translate_rust_panics("the tokenizer fails on a text"):
         batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
     unreadable = ids_without_embedding(tokenizer)
     if unreadable:

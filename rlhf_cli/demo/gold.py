@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ class SentencePattern(NamedTuple):
 
 @cache
 def _request_patterns() -> list[tuple[str, re.Pattern[str]]]:
-    return [(name, _pattern(template, family)) for template in REQUESTS for name, family in FAMILIES.items()]
+    return [(name, _pattern(template, family)) for template, (name, family) in product(REQUESTS, FAMILIES.items())]
 
 
 @cache
@@ -123,7 +124,7 @@ def _pattern(template: str, family: Family | None = None) -> re.Pattern[str]:
         words["kind"] = family.kinds
         words["topic"] = list(family.topics)
         words["adjective"] = family.adjectives
-        words["detail"] = [detail for details in family.topics.values() for detail in details]
+        words["detail"] = list(chain.from_iterable(family.topics.values()))
         template = template.replace("{link}", family.link)
 
     pattern = re.escape(template)

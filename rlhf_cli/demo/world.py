@@ -68,7 +68,7 @@ def split(seed: int) -> tuple[list[Request], list[Request]]:
 
 def prompts(requests: list[Request], seed: int) -> list[str]:
     """Return every wording of each request, shuffled: the first n are a random sample."""
-    every = [fill(template, request) for request in requests for template in REQUESTS]
+    every = [fill(template, request) for request, template in product(requests, REQUESTS)]
     random.Random(f"{seed} prompts").shuffle(every)
     return every
 

@@ -1,7 +1,8 @@
 """Means of a policy's scores, and win rates of one policy over another, with 95 % intervals."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypedDict
+from itertools import product
+from typing import Any
 
 from rlhf_cli import statistics
 from rlhf_cli.evaluation.responses import EvalResponses
@@ -12,50 +13,24 @@ Scores = Sequence[float]  # one per prompt
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
 
 
-class Means(TypedDict):
-    """Attributes that all kinds of PolicyScores have."""
-
-    reward_mean: float | None
-    reward_ci95: list[float] | None
-    response_length_mean: float
-    eos_fraction: float
-    distinct_fraction: float
-    judges: dict[str, JudgeMean]
-
-
-class KLMeans(TypedDict):
-    """Attributes of sampled answers."""
-
-    kl: float
-    kl_ci95: list[float] | None
-
-
-def policy_scores(evaluated: EvalResponses) -> PolicyScores:
-    """Return the means over the answers of one policy, with its KL if they were sampled."""
-    scores = PolicyScores(**policy_means(evaluated))
-    return scores if evaluated.kl is None else scores.with_changes(**kl_means(evaluated))
-
-
-def policy_means(evaluated: EvalResponses) -> Means:
-    """Return the means over the answers of one policy."""
+def policy_means(evaluated: EvalResponses) -> dict[str, Any]:
+    """Return the means over the answers of one policy, with its KL if they were sampled, as PolicyScores has them."""
     count = len(evaluated.responses)
     judges = {judge: judge_mean(scores, evaluated.prompts) for judge, scores in evaluated.scores.items()}
     reward = judges.get("reward")
-    return Means(
-        reward_mean=reward.mean if reward else None,
-        reward_ci95=reward.ci95 if reward else None,
-        response_length_mean=sum(evaluated.lengths) / count,
-        eos_fraction=sum(evaluated.ended) / count,
-        distinct_fraction=len(set(evaluated.responses)) / count,
-        judges=judges,
-    )
-
-
-def kl_means(evaluated: EvalResponses) -> KLMeans:
-    """Return the mean KL of sampled answers."""
+    means = {
+        "reward_mean": reward.mean if reward else None,
+        "reward_ci95": reward.ci95 if reward else None,
+        "response_length_mean": sum(evaluated.lengths) / count,
+        "eos_fraction": sum(evaluated.ended) / count,
+        "distinct_fraction": len(set(evaluated.responses)) / count,
+        "judges": judges,
+    }
     kl = evaluated.kl
-    assert kl is not None, "they are sampled"
-    return KLMeans(kl=sum(kl) / len(kl), kl_ci95=as_list(statistics.mean_interval(kl, evaluated.prompts)))
+    if kl is not None:
+        means["kl"] = sum(kl) / count
+        means["kl_ci95"] = as_list(statistics.mean_interval(kl, evaluated.prompts))
+    return means
 
 
 def judge_mean(scores: Sequence[float], prompts: Sequence[str]) -> JudgeMean:
@@ -71,12 +46,12 @@ def judge_mean(scores: Sequence[float], prompts: Sequence[str]) -> JudgeMean:
 def sampled_results(policies: Mapping[str, EvalResponses]) -> SampledResults:
     """Return the means of each policy, and the win rates of all pairs that are compared."""
     named = [name for name in policies if name not in ("base", "sft", "ppo")]
-    pairs = [*PAIRS, *((name, "sft") for name in named), *(("ppo", name) for name in named)]
+    pairs = [*PAIRS, *product(named, ["sft"]), *product(["ppo"], named)]
     rates: dict[str, WinRates] = {}
     for policy, baseline in pairs:
         if policy in policies and baseline in policies:
             rates[f"{policy}_vs_{baseline}"] = win_rates(policies[policy], policies[baseline])
-    models = {name: policy_scores(evaluated) for name, evaluated in policies.items()}
+    models = {name: PolicyScores(**policy_means(evaluated)) for name, evaluated in policies.items()}
     return SampledResults(models=models, win_rate=rates)
 
 

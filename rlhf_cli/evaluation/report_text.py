@@ -186,7 +186,8 @@ def worth_sentences(report: Report) -> Iterator[str]:
 
 def disagreement(reward: str, judge: str, rate: WinRate) -> Iterator[str]:
     """Yield a sentence if all of the interval of a judge's agreement with `reward` is below LOW."""
-    share, interval = rate.agrees_with_reward, rate.agrees_with_reward_ci95
+    share = rate.agrees_with_reward
+    interval = rate.agrees_with_reward_ci95
     if share is not None and interval and interval[1] < LOW:
         yield (
             f"{reward.capitalize()} and judge {judge} prefer the same of PPO's and SFT's answers on "
@@ -283,7 +284,8 @@ def frontier_table(report: Report) -> Table:
 
 def selection_lines(report: Report) -> Iterator[str]:
     """Yield the selected step, the rule, the steps tied with it and its selection bias, as text."""
-    selected, step = report.selected, report.selected_step
+    selected = report.selected
+    step = report.selected_step
     if selected is None:
         return
     yield f"selected: {'none' if step is None else f'update {step}'}, by {selected.rule}"
@@ -363,7 +365,8 @@ def limit_table(report: Report) -> Table:
     rows = []
     for name, point in report.limit.policies.items() if report.limit else ():
         if name in best_of_labels:
-            label, paid = best_of_labels[name], _at_most(point.kl)
+            label = best_of_labels[name]
+            paid = _at_most(point.kl)
         else:
             is_snapshot = point.step is not None and name != "ppo"
             label = f"PPO, update {point.step}" if is_snapshot else model_label(name)
@@ -445,7 +448,8 @@ def _result(report: Report, judge: str, rate: WinRate) -> str:
 
 def _by_reward(report: Report, judge: str, rates: WinRates) -> str:
     """Return PPO's win rate by the reward model, and whether the deciding judge confirms it."""
-    own, result = rates["reward"], significance(rates[judge])
+    own = rates["reward"]
+    result = significance(rates[judge])
     text = f"; by {reward_name(report)} {with_interval(own.value, own.ci95)}"
     if significance(own) == "better" and result == "worse":
         return f"{text}: reward hacking (docs/rewards.md)"

@@ -89,7 +89,8 @@ def print_card(result: RewardModelAccuracy) -> None:
 
 
 def _print_margins(card: RewardModelCard) -> None:
-    edges, counts = card.margin_histogram.edges, card.margin_histogram.counts
+    edges = card.margin_histogram.edges
+    counts = card.margin_histogram.counts
     inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
     bins = [f"below {edges[0]:g}", *inner, f"from {edges[-1]:g}"]
     terminal.table(["margin, chosen - rejected", *bins], [["pairs", *map(str, counts)]])
@@ -111,7 +112,9 @@ def check_required(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
         raise RLHFError("C17", f"{KEY} has no effect: no reward is a model", where=config.where(KEY), hint="remove it")
     # Several keys may name one folder.
     models = {parent.path: parent for key, parent in parents.items() if key.startswith("rewards.")}
-    problems = [problem for parent in models.values() for problem in _unmet_requirements(config, parent)]
+    problems: list[Problem] = []
+    for parent in models.values():
+        problems += _unmet_requirements(config, parent)
     if problems:
         raise RLHFError.from_problems(problems)
 

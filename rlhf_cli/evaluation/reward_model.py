@@ -316,7 +316,8 @@ def is_probe_flagged(name: str, card: RewardModelCard) -> bool:
 
     Corrected for the number of probes, and for the uncertainty of the accuracy if the limit depends on it.
     """
-    probes, n = card.adversarial.probes, card.adversarial.n
+    probes = card.adversarial.probes
+    n = card.adversarial.n
     share = probes[name].beats
     z = bonferroni_z(len(probes))
     low, _ = wilson(share * n, n, z)

@@ -34,7 +34,7 @@ def deciding_judge(judges: Iterable[str]) -> str:
 
 def deciding_judge_of(samples: Sequence[Sample]) -> str | None:
     """Return the deciding judge of samples.jsonl, None if no judge scored it."""
-    names = [name for row in samples[:1] for name in row.get("scores", {})]
+    names = samples[0].get("scores") if samples else None
     return deciding_judge(names) if names else None
 
 
@@ -47,7 +47,8 @@ def response_pairs(samples: Sequence[Sample]) -> list[ResponsePair]:
 
     pairs = []
     for index in sorted(sft_rows.keys() & ppo_rows.keys()):
-        sft, ppo = sft_rows[index], ppo_rows[index]
+        sft = sft_rows[index]
+        ppo = ppo_rows[index]
         gain = ppo["scores"][judge] - sft["scores"][judge]
         pairs.append(ResponsePair(index, sft["prompt"], sft, ppo=ppo, gain=gain))
     return pairs

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from rlhf_cli import statistics
 from rlhf_cli.config.eval import Select
-from rlhf_cli.evaluation.comparison import as_list, kl_means, policy_means, win_rates
+from rlhf_cli.evaluation.comparison import as_list, policy_means, win_rates
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.runs.report import FrontierPoint, JudgeMean, SelectedPolicy, WinRate
 
@@ -35,7 +35,7 @@ def policies_by_step(policies: Sequence[EvalResponses]) -> dict[int, EvalRespons
 
 def frontier_point(step: int, policy: EvalResponses, sft: EvalResponses) -> FrontierPoint:
     """Return the means of a snapshot, and its win rate over SFT."""
-    return FrontierPoint(step=step, **policy_means(policy), **kl_means(policy), win_rate=win_rates(policy, sft))
+    return FrontierPoint(step=step, **policy_means(policy), win_rate=win_rates(policy, sft))
 
 
 def _with_distances(
@@ -69,7 +69,8 @@ def select_point(
     `policies`: by step. The selection also has the rule as text and the other steps within noise of the best (for all
     comparisons together). Its scores and win rates are without the bias of the selection, `optimism` of the mean.
     """
-    judge, kl_max = select.judge, select.kl_max
+    judge = select.judge
+    kl_max = select.kl_max
     eligible = [point for point in points if kl_max is None or point.kl <= kl_max]
     eligible.sort(key=lambda point: point.kl)
 

@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_cli import runs, statistics, terminal
 from rlhf_cli.config.eval import EvalConfig, judge_kind
 from rlhf_cli.errors import shown
-from rlhf_cli.evaluation.comparison import kl_means, policy_means, sampled_results, win_rates
+from rlhf_cli.evaluation.comparison import policy_means, sampled_results, win_rates
 from rlhf_cli.evaluation.responses import EvalResponses, EvalSampling, SnapshotSeries, group_rows
 from rlhf_cli.evaluation.reward_card import missing_card_reason
 from rlhf_cli.evaluation.selection import frontier_points, policies_by_step, select_point
@@ -62,19 +62,20 @@ def build_report(
 
 
 def _best_of(best_of_n: Sequence[EvalResponses], sampled: Mapping[str, EvalResponses]) -> list[BestOfN] | None:
-    return [_best_of_one(each, sampled) for each in best_of_n] or None
-
-
-def _best_of_one(best_of_n: EvalResponses, sampled: Mapping[str, EvalResponses]) -> BestOfN:
-    n = int(best_of_n.model.removeprefix("best_of_"))
-    sft, ppo = sampled.get("sft"), sampled.get("ppo")
-    return BestOfN(
-        n=n,
-        kl_bound=statistics.best_of_n_kl(n),
-        **policy_means(best_of_n),
-        win_rate_vs_sft=win_rates(best_of_n, sft) if sft else None,
-        ppo_win_rate=win_rates(ppo, best_of_n) if ppo else None,
-    )
+    sft = sampled.get("sft")
+    ppo = sampled.get("ppo")
+    found = []
+    for each in best_of_n:
+        n = int(each.model.removeprefix("best_of_"))
+        scores = BestOfN(
+            n=n,
+            kl_bound=statistics.best_of_n_kl(n),
+            **policy_means(each),
+            win_rate_vs_sft=win_rates(each, sft) if sft else None,
+            ppo_win_rate=win_rates(ppo, each) if ppo else None,
+        )
+        found.append(scores)
+    return found or None
 
 
 def _groups(
@@ -99,7 +100,7 @@ def _groups(
 
 def _interpolated(evaluated: Sequence[EvalResponses], sft: EvalResponses) -> list[InterpolatedPolicy] | None:
     points = [
-        InterpolatedPolicy(share=each.share, **policy_means(each), **kl_means(each), win_rate=win_rates(each, sft))
+        InterpolatedPolicy(share=each.share, **policy_means(each), win_rate=win_rates(each, sft))
         for each in evaluated
         if each.share is not None
     ]

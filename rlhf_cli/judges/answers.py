@@ -1,14 +1,11 @@
 """RUN/judges/NAME.jsonl: every answer of a judge, by the hash of what it was asked. No stage moves or prunes it."""
 
-import io
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import MAX_LOG_BYTES, make_folder, read_regular, require_inside, sync
-from rlhf_cli.jsonl import append_jsonl, numbered_rows
+from rlhf_cli.files import append_rows, appended_rows, make_folder, repair_end
 from rlhf_cli.judges.question import WINNERS, Winner
 
 
@@ -40,25 +37,17 @@ class AnswerFile:
 
     def add(self, key: str, answer: Answer) -> None:
         """Append an answer, and wait until the disk has it."""
-        append_jsonl(self.path, {"key": key, **asdict(answer)})
-        sync(self.path)
+        append_rows(self.path, [{"key": key, **asdict(answer)}])
         self._answers[key] = answer
 
 
 def _read(path: Path) -> dict[str, Answer]:
     """Return the answers by key. A last line that a killed process left incomplete is cut off."""
     make_folder(path.parent)
-    require_inside(path)
-    if not path.exists():
-        return {}
-
-    content = read_regular(path, MAX_LOG_BYTES)
-    complete = content.rfind(b"\n") + 1
-    if complete < len(content):
-        os.truncate(path, complete)
+    repair_end(path)
 
     answers = {}
-    for number, row in numbered_rows(io.BytesIO(content[:complete]), path):
+    for number, row in appended_rows(path):
         answers[str(row.pop("key", None))] = _answer(row, f"{shown(path)}:{number}")
     return answers
 

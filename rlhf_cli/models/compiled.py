@@ -64,9 +64,9 @@ def is_enabled(model: Any) -> bool:
 
 def compiled_layers(*models: Any) -> AbstractContextManager[None]:
     """Return a context in which the decoder layers of the models that are enabled run compiled."""
-    layers = {
-        layer for model in models if is_enabled(model) for layer in decoder_layers(model)
-    }  # models may share some
+    layers: set[Any] = set()  # models may share some
+    for model in filter(is_enabled, models):
+        layers.update(decoder_layers(model))
     plain = [layer for layer in layers if "forward" not in vars(layer)]  # not those that another program has wrapped
     return _layers_run({layer: partial(compiled(_layer_forward), layer) for layer in plain})
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -207,7 +208,7 @@ def gradient_checkpointing(*models: nn.Module) -> Iterator[None]:
     transformers does so only for layers in training mode, and then drops their key-value cache. So training mode is
     set only here, and only on those layers.
     """
-    modules = [module for model in models for module in model.modules()]
+    modules = chain.from_iterable(model.modules() for model in models)
     layers = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
         layer.training = True

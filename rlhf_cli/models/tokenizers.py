@@ -59,7 +59,7 @@ def load_tokenizer(folder: Path | str, *, trust_remote_code: bool = False) -> An
     refuse_code(folder, trust_remote_code)
     _refuse_other_files(Path(folder))
     try:
-        with translate_rust_panics("M01", f"{shown(folder)} has no readable tokenizer"):
+        with translate_rust_panics(f"{shown(folder)} has no readable tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, padding_side="left", trust_remote_code=trust_remote_code, local_files_only=True
             )

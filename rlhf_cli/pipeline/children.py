@@ -31,7 +31,9 @@ def check_command(folder: Path, overrides: Sequence[str], options: Options) -> l
 
 
 def _options(overrides: Sequence[str], options: Options) -> list[str]:
-    words = [word for text in overrides for word in ("--set", text)]
+    words: list[str] = []
+    for text in overrides:
+        words += ["--set", text]
     if options.trust_remote_code:
         words.append("--trust-remote-code")
     if options.debug:

@@ -126,7 +126,7 @@ def _similar_key(key: str, stages: Sequence[str]) -> str | None:
         if path.endswith(f".{key}"):
             return path
 
-    sections = {name for stage in stages for name in CONFIGS[stage].model_fields}
+    sections = chain.from_iterable(CONFIGS[stage].model_fields for stage in stages)
     return closest_match(_section_of(key), sorted(sections))
 
 

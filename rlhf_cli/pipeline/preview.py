@@ -34,7 +34,8 @@ def _find_parents(config: Config) -> tuple[dict[str, Parent], list[str]]:
     parents: dict[str, Parent] = {}
     lines = []
     for reference in runs.references(config):
-        path, key = Path(reference.path), reference.key
+        path = Path(reference.path)
+        key = reference.key
         try:
             parent = runs.open_reference(config, reference)
         except RLHFError as error:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -129,11 +130,11 @@ def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[R
         if not os.path.isdir(folder):
             raise RLHFError("C09", f"no such folder: {shown(folder)}")
 
-    paths = [path for folder in folders for path in find_run_folders(folder, MAX_DEPTH, max_folders)]
+    paths = chain.from_iterable(find_run_folders(folder, MAX_DEPTH, max_folders) for folder in folders)
     run_paths = dict.fromkeys(Path(os.path.abspath(path)) for path in paths)
-    outer = {path for inner in run_paths for path in inner.parents if path in run_paths}
+    outer = run_paths.keys() & set(chain.from_iterable(path.parents for path in run_paths))
     bases = {path: _bases(path, _valid_configs(path)) for path in outer}
-    inner_runs = {base.parent for stage_folders in bases.values() for base in stage_folders}
+    inner_runs = {base.parent for base in chain.from_iterable(bases.values())}
 
     found = []
     for path in run_paths:

@@ -34,7 +34,8 @@ def require_fits(config: Config, parents: Mapping[str, Parent], *, runs_here: bo
     _check_memory(config, fixed, target, runs_here=runs_here)
     if not fixed.total:
         return ""
-    size, room = system.format_bytes(fixed.total), system.format_bytes(target.memory)
+    size = system.format_bytes(fixed.total)
+    room = system.format_bytes(target.memory)
     return f"memory: {size} of {room} for {_kinds(fixed)}; `rlhf plan` counts the rest, and time"
 
 
@@ -102,7 +103,8 @@ def _check_disk(config: Config, checkpoint: int) -> None:
     free = system.free_disk_bytes(config.folder)
     if free is None or count * checkpoint <= free:
         return
-    size, needed = system.format_bytes(checkpoint), system.format_bytes(count * checkpoint)
+    size = system.format_bytes(checkpoint)
+    needed = system.format_bytes(count * checkpoint)
     text = f"{count} checkpoints of {size} need {needed}; {system.format_bytes(free)} are free"
     hint = "free disk space, or set `run:` to a folder on another disk; output.keep is the number of checkpoints"
     raise RLHFError("E03", text, where=shown(config.folder), hint=hint)
@@ -111,7 +113,8 @@ def _check_disk(config: Config, checkpoint: int) -> None:
 def _check_memory(config: Config, fixed: FixedMemory, target: Target, *, runs_here: bool) -> None:
     if fixed.total <= target.memory:
         return
-    size, room = system.format_bytes(fixed.total), system.format_bytes(target.memory)
+    size = system.format_bytes(fixed.total)
+    room = system.format_bytes(target.memory)
     text = f"{_kinds(fixed)} need {size} of memory, {target.name} has {room}"
     if target.processes > 1:
         text += f" for each of {target.processes} processes"

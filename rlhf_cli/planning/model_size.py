@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -95,12 +96,12 @@ class Architecture:
     @property
     def matrix_numbers(self) -> int:
         """Numbers in the backbone's matrices."""
-        return sum(width * height for shapes in self.matrices.values() for width, height in shapes)
+        return sum(width * height for width, height in chain.from_iterable(self.matrices.values()))
 
     def adapter_numbers(self, adapters: LoRA) -> int:
         """Return the numbers of adapters beside their target matrices."""
         targets = self.matrices if adapters.target_modules == "all-linear" else adapters.target_modules
-        sites = [shape for name in targets for shape in self.matrices.get(name, ())]
+        sites = chain.from_iterable(self.matrices.get(name, ()) for name in targets)
         return adapters.r * sum(width + height for width, height in sites)
 
 
@@ -190,7 +191,8 @@ def _kept_bytes(kind: Any, fields: str, length: int, dtype: str, attention: str 
     def keep(number: int) -> tuple[int, int, int]:
         """Return the bytes for one row, for two rows and of a layer's input, in a model of `number` layers."""
         with FakeTensorMode():
-            shallow, cpu = with_layers(config, number), torch.device("cpu")
+            shallow = with_layers(config, number)
+            cpu = torch.device("cpu")
             model = build.causal_lm_from_config(shallow, dtype=dtype, attn_implementation=attention, device=cpu)
             model.eval()
             one = _count_kept(model, 1, length, bf16=bf16)
@@ -198,7 +200,8 @@ def _kept_bytes(kind: Any, fields: str, length: int, dtype: str, attention: str 
         return one, two, length * text.hidden_size * model.dtype.itemsize
 
     if layers > COUNTED_LAYERS[-1] and has_equal_layers(kind, fields):
-        few, more = keep(COUNTED_LAYERS[0]), keep(COUNTED_LAYERS[1])
+        few = keep(COUNTED_LAYERS[0])
+        more = keep(COUNTED_LAYERS[1])
         rest = layers - COUNTED_LAYERS[0]
         one = few[0] + rest * (more[0] - few[0])
         two = few[1] + rest * (more[1] - few[1])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from rlhf_cli import system
@@ -189,7 +190,7 @@ def _batches(first: Batch, least: int) -> list[tuple[int, int | None]]:
     if first.rollout is None:
         return [(count, None) for count in rows]
     rollouts = _halved(first.rollout, MIN_ROLLOUT_ROWS)
-    return [(count, rollout) for rollout in rollouts for count in rows]
+    return [(count, rollout) for rollout, count in product(rollouts, rows)]
 
 
 def _halved(most: int, least: int) -> list[int]:

@@ -54,7 +54,8 @@ class Target:
 
     @classmethod
     def _planned(cls, planned: str, processes: int, sharing: int | None) -> "Target":
-        name, known = planned.lower(), gpu_table()
+        name = planned.lower()
+        known = gpu_table()
         gib = known[name]["gib"] if name in known else as_number(planned)
         if gib is None or gib <= 0:
             text = f"--gpu {planned}: not a size in GiB, and not one of {', '.join(known)}"

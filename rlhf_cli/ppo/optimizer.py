@@ -30,7 +30,7 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
     if settings.optim == "adamw_8bit":
         return adamw_8bit(groups, models.values(), **options)
 
-    weights = [weight for group in groups for weight in group["params"]]
+    weights = list(chain.from_iterable(group["params"] for group in groups))
     is_sharded = any(map(is_sharded_tensor, weights))
     on_cpu = weights[0].device.type == "cpu"
     fused = settings.optim == "adamw_torch_fused"

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -41,7 +42,7 @@ Draw = Callable[["Axes"], None]  # draws on a matplotlib axis
 
 @dataclass(frozen=True)
 class Figure:
-    """A card of the page; `markup` is None if there is nothing to draw."""
+    """A figure of the page; `markup` is None if there is nothing to draw."""
 
     title: str
     sentence: str
@@ -54,7 +55,7 @@ class Figure:
 def figure(
     name: str, title: str, text: str, draw: Draw, size: tuple[float, float] = CARD, *, about: str = "", key: str = ""
 ) -> Figure:
-    """Return a card with a drawing. `name` is unique on its page; `about` describes the drawing without seeing it."""
+    """Return a figure with a drawing. `name` is unique on its page; `about` describes the drawing without seeing it."""
     return Figure(title, text, draw_svg(name, f"{title}. {about or text}", size, draw), key=key)
 
 
@@ -157,7 +158,7 @@ def draw_curves(
         )
         mark(line, label)
 
-    low, high = _range_with_margin([value for points in lines.values() for _, value in points])
+    low, high = _range_with_margin([value for _, value in chain.from_iterable(lines.values())])
     if band:
         first_line = next(iter(lines.values()))
         _shade(band, [step for step, _ in first_line], (low, high), axis)
@@ -172,7 +173,8 @@ def draw_curves(
 
 def _range_with_margin(values: Sequence[float]) -> tuple[float, float]:
     """Return the visible range of values, which is not empty if they are equal."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     margin = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
     return low - margin, high + margin
 
@@ -222,11 +224,11 @@ def draw_win_rates(rows: Sequence[WinRateRow], axis: "Axes") -> None:
     axis.grid(visible=False, axis="y")
 
 
-def draw_histograms(values: Mapping[str, Sequence[float]], x: str, axis: "Axes") -> None:
-    """Draw one outline per series, with the same bins."""
+def draw_lengths(values: Mapping[str, Sequence[float]], axis: "Axes") -> None:
+    """Draw one outline of the answers' lengths per series, with the same bins."""
     import numpy as np
 
-    pooled = [value for series in values.values() for value in series]
+    pooled = list(chain.from_iterable(values.values()))
     spread = int(max(pooled) - min(pooled))
     bins: list[float] = np.histogram_bin_edges(pooled, bins=min(30, max(5, spread))).tolist()
     for index, (label, series) in enumerate(values.items()):
@@ -236,18 +238,18 @@ def draw_histograms(values: Mapping[str, Sequence[float]], x: str, axis: "Axes")
         (outline,) = cast("list[Polygon]", filled)
         outline.set_label(label)
         mark(outline, label)
-    axis.set(xlabel=x, ylabel="answers")
+    axis.set(xlabel="tokens per answer", ylabel="answers")
     axis.legend(loc="best")
 
 
-def draw_bars(counts: Sequence[float], edges: Sequence[float], x: str, y: str, axis: "Axes") -> None:
-    """Draw bars of equal width: below the first edge, between each two, and above the last."""
+def draw_margins(counts: Sequence[float], edges: Sequence[float], axis: "Axes") -> None:
+    """Draw the pairs by margin as bars of equal width: below the first edge, between each two, and above the last."""
     bars = axis.bar(range(len(counts)), counts, color=LINE_COLORS[0], width=0.85)
     for index, bar in enumerate(bars):
         mark(bar, f"bar-{index}")
     places = [index + 0.5 for index in range(len(edges))]
     axis.set_xticks(places, [number(edge) for edge in edges])
-    axis.set(xlabel=x, ylabel=y)
+    axis.set(xlabel="margin, chosen - rejected", ylabel="pairs")
     axis.grid(visible=False, axis="x")
 
 

@@ -28,10 +28,9 @@ SECTIONS = (("numbers", "Results"), ("curves", "PPO"), ("differences", "Settings
 def of_runs(runs: list[Run]) -> str:
     """Return the page that compares runs; equal files give equal bytes."""
     names = short_names([run.folder for run in runs])
-    badges = [diagnosis.badges(run) for run in runs]
+    found = [diagnosis.diagnose(run) for run in runs]
     differences = between(runs)
 
-    conclusions = [diagnosis.conclusion(run, found) for run, found in zip(runs, badges, strict=True)]
     notes: list[str] = []
     for name, run in zip(names, runs, strict=True):
         notes += [f"{name}: {note}" for note in run.notes]
@@ -42,13 +41,13 @@ def of_runs(runs: list[Run]) -> str:
         sections=SECTIONS,
         names=names,
         notes=notes,
-        conclusions=list(zip(names, conclusions, strict=True)),
+        conclusions=[(name, each.conclusion()) for name, each in zip(names, found, strict=True)],
         win_rates=list(win_rate_differences(names, runs)),
         only_seeds={key for _, key, _ in differences} == {"seed"},
         results=[row for row in results(runs) if row[-1]],  # known of some run
         curves=list(_curves(names, runs)),
         differences=[[stage, key, *values] for stage, key, values in differences],
-        stages=_state_rows(runs, badges),
+        stages=_state_rows(found),
     )
 
 
@@ -66,12 +65,9 @@ def short_names(folders: list[Path]) -> list[str]:
     return unique
 
 
-def _state_rows(runs: Sequence[Run], badges: Sequence[list[diagnosis.Badge]]) -> list[list[str]]:
+def _state_rows(found: Sequence[diagnosis.Diagnosis]) -> list[list[str]]:
     """Return a row for each stage that a run has: its state in each run."""
-    columns: list[dict[str, str]] = []
-    for run, found in zip(runs, badges, strict=True):
-        columns.append({badge.stage: _state(run, badge) for badge in found})
-
+    columns = [{badge.stage: _state(each.run, badge) for badge in each.badges} for each in found]
     rows = []
     for stage in STAGES:
         states = [column.get(stage, "") for column in columns]
@@ -173,7 +169,7 @@ def _policy_rows(reports: Sequence[Report | None]) -> Iterator[Row]:
     ppo = [report.models.get("ppo") if report else None for report in reports]
     sft = [report.models.get("sft") if report else None for report in reports]
 
-    for judge in dict.fromkeys(judge for scores in ppo if scores for judge in scores.judges):
+    for judge in dict.fromkeys(chain.from_iterable(scores.judges for scores in ppo if scores)):
         yield result_row(f"PPO, mean of {judge}, held-out prompts", [_mean_by(judge, scores) for scores in ppo])
 
     yield result_row("PPO, KL from SFT in nats", _of_each(ppo, "kl"))
@@ -216,7 +212,7 @@ def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
 
     The interval of their difference is corrected for the number of pairs of runs.
     """
-    for judge in dict.fromkeys(name for run in runs for name in run.rates):
+    for judge in dict.fromkeys(chain.from_iterable(run.rates for run in runs)):
         rated_runs = list(_rated_runs(judge, names, runs))
         if len(rated_runs) < 2:
             continue

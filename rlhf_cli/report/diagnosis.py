@@ -1,8 +1,9 @@
 """Diagnosis of a run: findings and advice for each stage, the stage to fix first, and the result in sentences."""
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from rlhf_cli.evaluation.reward_model import mean_confidence
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report.formats import count, interval_text, number, percent
-from rlhf_cli.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
+from rlhf_cli.report.rules import ILL, SEVERITY, Reading, by_cause, key_changes, readings, reconcile, with_values
 from rlhf_cli.report.tables import ABSENT
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import Report, RewardModelCard, WinRates
@@ -58,11 +59,23 @@ def _finding(key: str, **values: Any) -> Finding:
     return Finding(key=key, **{name: text.format(**values) for name, text in _TABLE[key].items()})
 
 
-def findings(run: Run, stage: str) -> list[Finding]:
-    """Return the findings on a stage, the most severe first."""
-    checks = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo, "eval": _evaluation}
-    of_stage = [*_of_the_folder(run.stages[stage]), *checks[stage](run)]
-    return sorted(of_stage, key=lambda finding: -SEVERITY.index(finding.grade))
+def diagnose(run: Run) -> "Diagnosis":
+    """Return what is found in a run."""
+    found = readings(run.stages["ppo"])
+    log = list(_ppo_log(run, found))
+    hacking = _reward_hacking(run, is_unhealthy=any(finding.grade in ILL for finding in log))
+    checks = {
+        "sft": _sft(run),
+        "reward": _reward(run, hacking),
+        "dpo": _dpo(run),
+        "ppo": _ppo(log, hacking),
+        "eval": _evaluation(run),
+    }
+    findings = {}
+    for name, stage in run.stages.items():
+        of_stage = [*_of_the_folder(stage), *checks[name]]
+        findings[name] = sorted(of_stage, key=lambda finding: -SEVERITY.index(finding.grade))
+    return Diagnosis(run, found, findings, hacking)
 
 
 def _of_the_folder(stage: Stage) -> Iterator[Finding]:
@@ -178,10 +191,10 @@ class RewardHacking:
     cause: Literal["reward", "ppo"]
 
 
-def reward_hacking(run: Run) -> RewardHacking | None:
+def _reward_hacking(run: Run, *, is_unhealthy: bool) -> RewardHacking | None:
     """Return the reward hacking of a run; None unless win and loss exceed chance.
 
-    Its cause is ppo if its metrics are unhealthy or there is no reward stage, else reward.
+    Its cause is ppo if PPO's metrics are unhealthy or there is no reward stage, else reward.
     """
     rates = run.rates
     if "reward" not in rates:
@@ -189,15 +202,12 @@ def reward_hacking(run: Run) -> RewardHacking | None:
     judge = deciding_judge(rates)
     if significance(rates["reward"]) != "better" or significance(rates[judge]) != "worse":
         return None
-    is_unhealthy = any(finding.grade in ILL for finding in _ppo_log(run))
-
     return RewardHacking(judge, "ppo" if is_unhealthy or not run.stages["reward"].there else "reward")
 
 
-def _reward(run: Run) -> Iterator[Finding]:
+def _reward(run: Run, hacking: RewardHacking | None) -> Iterator[Finding]:
     """Yield reward hacking that it caused, and the findings on the losses, the accuracy and the report card."""
     stage = run.stages["reward"]
-    hacking = reward_hacking(run)
     if hacking and hacking.cause == "reward":
         yield _finding("exploited", judge=hacking.judge)
     yield from _losses(stage)
@@ -249,15 +259,14 @@ def _recalibrate(stage: Stage, card: RewardModelCard) -> str:
 # PPO and the evaluation
 
 
-def _ppo(run: Run) -> Iterator[Finding]:
+def _ppo(log: Sequence[Finding], hacking: RewardHacking | None) -> Iterator[Finding]:
     """Yield reward hacking that it caused, and the findings on its log."""
-    hacking = reward_hacking(run)
     if hacking and hacking.cause == "ppo":
         yield _finding("over_optimized", judge=hacking.judge)
-    yield from _ppo_log(run)
+    yield from log
 
 
-def _ppo_log(run: Run) -> Iterator[Finding]:
+def _ppo_log(run: Run, found: Sequence[Reading]) -> Iterator[Finding]:
     """Yield the findings on PPO without the evaluation."""
     stage = run.stages["ppo"]
     stopped = stage.manifest.stopped
@@ -268,7 +277,7 @@ def _ppo_log(run: Run) -> Iterator[Finding]:
         signals = dict.fromkeys(str(row.get("signal")) for row in run.firings)
         yield _finding("alarms", times=count(len(run.firings), "time"), signals=", ".join(signals), since=since)
 
-    for reading in by_cause(readings(stage)):
+    for reading in by_cause(found):
         if reading.verdict == "look" or reading.verdict == "bad":  # ILL, for mypy
             judged = reading.judged.rstrip(".").replace(". ", "; ")
             yield Finding(reading.verdict, f"{reading.title}: {judged}", reading.advice, reading.title)
@@ -307,12 +316,67 @@ class Badge:
         return (self.progress, *self.findings) if self.progress else self.findings
 
 
-def badges(run: Run) -> list[Badge]:
-    """Return a badge for each stage."""
-    return [_badge(stage, findings(run, name)) for name, stage in run.stages.items()]
+@dataclass(frozen=True)
+class Diagnosis:
+    """The readings of PPO's log, the findings on each stage, the most severe first, and reward hacking, if any."""
+
+    run: Run
+    readings: Sequence[Reading]
+    findings: Mapping[str, Sequence[Finding]]
+    hacking: RewardHacking | None
+
+    @cached_property
+    def badges(self) -> list[Badge]:
+        return [_badge(stage, self.findings[name]) for name, stage in self.run.stages.items()]
+
+    def conclusion(self) -> str:
+        """Return the stage to fix first, and a sentence for each stage that is out of date."""
+        sentences = [self._fix_first()]
+        for stage in self.run.stages.values():
+            if stage.outdated:
+                sentences.append(f"Out of date: {stage.name}, made from {', and from '.join(stage.outdated)}.")
+        return " ".join(sentences)
+
+    def _fix_first(self) -> str:
+        if self.hacking:
+            cause = self.hacking.cause
+            how = "over-optimized its reward" if cause == "ppo" else "exploited errors of the reward model"
+            return f"PPO raised the reward and lost by {self.hacking.judge}: it {how}. Stage to fix first: {cause}."
+
+        first = self.by_priority()[0]
+        outcome = self.badges[-1].grade  # of the evaluation
+        if first.grade == "bad" and first.stage == "eval":
+            return "The training stages look healthy, but the outcome is bad: check the samples and the reward model."
+        if first.grade in ILL:
+            lead = "No stage is bad. Worth a look first"
+            if first.grade == "bad":
+                lead = "Stage to fix first"
+            elif outcome == "bad":
+                lead = "The outcome is bad, but no training stage is. Worth a look first"
+            why = first.findings[0]
+            return f"{lead}: {first.stage}. {why[:1].upper()}{why[1:]}."
+
+        early = [badge.stage for badge in self.badges if badge.grade == "early"]
+        if early:
+            return f"No stage is bad so far; too early to tell for {early[0]}."
+        is_new = all(badge.grade == "open" for badge in self.badges)
+        return "No results yet." if is_new else "No stage is bad."
+
+    def by_priority(self) -> list[Badge]:
+        """Return the badges in the order in which to fix their stages.
+
+        The cause of reward hacking is first. Then bad stages come before those worth a look, earlier ones first, since
+        the later ones depend on them, and the evaluation after the training stages.
+        """
+        cause = self.hacking.cause if self.hacking else None
+
+        def priority(badge: Badge) -> tuple[bool, bool, bool, bool]:
+            return badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"
+
+        return sorted(self.badges, key=priority)
 
 
-def _badge(stage: Stage, found: list[Finding]) -> Badge:
+def _badge(stage: Stage, found: Sequence[Finding]) -> Badge:
     """Return the badge of a stage; its grade is that of its most severe finding, but open while it runs well."""
     if not stage.there:
         return Badge(stage.name, "open", progress=ABSENT)
@@ -336,56 +400,6 @@ def _first_advice(found: Sequence[Finding]) -> str:
     advices = [advice for advice in reconcile(ill) if advice]
     with_keys = [advice for advice in advices if key_changes(advice)]
     return next(iter(with_keys + advices), "")
-
-
-def conclusion(run: Run, stage_badges: Sequence[Badge]) -> str:
-    """Return the stage to fix first, and a sentence for each stage that is out of date."""
-    sentences = [_fix_first(run, stage_badges)]
-    for stage in run.stages.values():
-        if stage.outdated:
-            sentences.append(f"Out of date: {stage.name}, made from {', and from '.join(stage.outdated)}.")
-    return " ".join(sentences)
-
-
-def _fix_first(run: Run, stage_badges: Sequence[Badge]) -> str:
-    hacking = reward_hacking(run)
-    if hacking:
-        how = "over-optimized its reward" if hacking.cause == "ppo" else "exploited errors of the reward model"
-        lost = f"PPO raised the reward and lost by {hacking.judge}"
-        return f"{lost}: it {how}. Stage to fix first: {hacking.cause}."
-
-    first = by_priority(run, stage_badges)[0]
-    if first.grade == "bad" and first.stage == "eval":
-        return "The training stages look healthy, but the outcome is bad: check the samples and the reward model."
-    if first.grade in ILL:
-        if first.grade == "bad":
-            lead = "Stage to fix first"
-        elif stage_badges[-1].grade == "bad":  # the evaluation's
-            lead = "The outcome is bad, but no training stage is. Worth a look first"
-        else:
-            lead = "No stage is bad. Worth a look first"
-        why = first.findings[0]
-        return f"{lead}: {first.stage}. {why[:1].upper()}{why[1:]}."
-
-    grades = {badge.grade: badge.stage for badge in reversed(stage_badges)}  # the first stage of each
-    if "early" in grades:
-        return f"No stage is bad so far; too early to tell for {grades['early']}."
-    return "No results yet." if grades.keys() == {"open"} else "No stage is bad."
-
-
-def by_priority(run: Run, stage_badges: Sequence[Badge]) -> list[Badge]:
-    """Return the badges in the order in which to fix their stages.
-
-    The cause of reward hacking is first. Then bad stages come before those worth a look, earlier ones first, since the
-    later ones depend on them, and the evaluation after the training stages.
-    """
-    hacking = reward_hacking(run)
-    cause = hacking.cause if hacking else None
-
-    def priority(badge: Badge) -> tuple[bool, bool, bool, bool]:
-        return badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"
-
-    return sorted(stage_badges, key=priority)
 
 
 # The result
@@ -415,7 +429,8 @@ def sentences(run: Run) -> Iterator[str]:
 
 def _length_sentence(report: Report) -> Iterator[str]:
     """Yield the lengths of both policies' answers, and the win rate at equal lengths."""
-    ppo, sft = report.models.get("ppo"), report.models.get("sft")
+    ppo = report.models.get("ppo")
+    sft = report.models.get("sft")
     if ppo is None or sft is None:
         return
 
@@ -424,7 +439,8 @@ def _length_sentence(report: Report) -> Iterator[str]:
     if rate.length_controlled is not None:
         equal = with_interval(rate.length_controlled, rate.length_controlled_ci95)
         controlled = f"; length-controlled win rate {equal}"
-    ours, theirs = number(ppo.response_length_mean), number(sft.response_length_mean)
+    ours = number(ppo.response_length_mean)
+    theirs = number(sft.response_length_mean)
     yield f"PPO's answers have {ours} tokens on average, SFT's {theirs}{controlled}."
 
 

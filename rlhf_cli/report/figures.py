@@ -13,7 +13,7 @@ from rlhf_cli.report import charts
 from rlhf_cli.report.charts import Figure, WinRateRow, figure
 from rlhf_cli.report.formats import number, percent
 from rlhf_cli.report.frontier import ON_PAGE, draw_panel
-from rlhf_cli.report.rules import ILL, Reading, Series, by_cause, readings, with_values
+from rlhf_cli.report.rules import ILL, Reading, Series, by_cause, with_values
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import FrontierPoint, PolicyScores, Report, RewardModelCard
 
@@ -72,19 +72,17 @@ def _training_sentence(stage: Stage, key: str, lines: Mapping[str, Series]) -> s
     return " ".join(sentences)
 
 
-def ppo(run: Run) -> list[Figure]:
-    """Return a card for each of PPO's metrics with a rule: unhealthy ones first, constant ones last.
+def ppo(run: Run, found: Sequence[Reading]) -> list[Figure]:
+    """Return a figure for each of PPO's metrics with a rule: unhealthy ones first, constant ones last.
 
     Each drawing marks the first alarm of every watchdog signal.
     """
     stage = run.stages["ppo"]
     alarms = _first_alarms(run.firings)
-    found = readings(stage)
     ill = [reading for reading in by_cause(found) if reading.verdict in ILL]
     others = [reading for reading in found if reading not in ill]
-    cards = [_metric_card(reading, stage, alarms) for reading in ill + others]
-
-    return sorted(cards, key=lambda card: card.markup is None and card.verdict not in ILL)
+    figures = [_metric_figure(reading, stage, alarms) for reading in ill + others]
+    return sorted(figures, key=lambda each: each.markup is None and each.verdict not in ILL)
 
 
 def _first_alarms(firings: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -95,19 +93,19 @@ def _first_alarms(firings: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted(first.values())
 
 
-def _metric_card(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure:
-    """Return the card of a metric, without a drawing if it is constant."""
-    card = Figure(reading.title, reading.sentence, markup=None)
+def _metric_figure(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure:
+    """Return the figure of a metric, without a drawing if it is constant."""
+    found = Figure(reading.title, reading.sentence, markup=None)
     if len({value for _, value in reading.points}) > 1:
         lines = {reading.title: reading.points}
         penalized = stage.series("objective/rlhf_reward")
         if reading.key == "objective/scores" and penalized:
             lines = {"score": reading.points, "minus the KL penalty": penalized}
         draw = partial(charts.draw_curves, lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
-        card = figure(f"ppo-{reading.key}", reading.title, reading.sentence, draw)
+        found = figure(f"ppo-{reading.key}", reading.title, reading.sentence, draw)
     advice = with_values(reading.advice, stage.config)
 
-    return replace(card, verdict=reading.verdict, advice=advice, key=reading.key)
+    return replace(found, verdict=reading.verdict, advice=advice, key=reading.key)
 
 
 # Evaluation
@@ -128,7 +126,7 @@ def report_card(card: RewardModelCard) -> list[Figure]:
     )
 
     draw_calibration = partial(charts.draw_calibration, card.calibration)
-    draw_margins = partial(charts.draw_bars, counts, edges, "margin, chosen - rejected", "pairs")
+    draw_margins = partial(charts.draw_margins, counts, edges)
     return [
         figure("card-calibration", "Calibration", ece, draw_calibration),
         figure("card-margins", "Margins", margins, draw_margins),
@@ -203,6 +201,6 @@ def lengths(pairs: Sequence[ResponsePair]) -> Figure | None:
         "PPO": [pair.ppo["length"] for pair in pairs],
     }
     means = ", ".join(f"{name} {number(fmean(each))}" for name, each in tokens.items())
-    draw = partial(charts.draw_histograms, tokens, "tokens per answer")
+    draw = partial(charts.draw_lengths, tokens)
 
     return figure("lengths", "Answer lengths", f"Mean tokens per answer: {means}.", draw)

@@ -1,6 +1,7 @@
 """The report of one run as an HTML page."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES
@@ -10,6 +11,7 @@ from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LI
 from rlhf_cli.report import diagnosis, figures, tables
 from rlhf_cli.report.formats import count, interval_text, percent
 from rlhf_cli.report.html import render_template
+from rlhf_cli.report.rules import Reading
 from rlhf_cli.runs.layout import OPTIONAL_STAGES
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import Report, RewardModelCard
@@ -33,7 +35,7 @@ SECTIONS = (
 
 def of_run(run: Run) -> str:
     """Return the self-contained page of a run; equal files give equal bytes."""
-    badges = diagnosis.badges(run)
+    found = diagnosis.diagnose(run)
     heat_map = tables.last_heat_map(run.samples)
     absent = set(OPTIONAL_STAGES) - run.stages.keys()
     if heat_map is None:
@@ -45,11 +47,11 @@ def of_run(run: Run) -> str:
         title=f"Run {run.name}",
         subtitle=_subtitle(run),
         sections=sections,
-        warnings=_warnings(run, badges),
+        warnings=_warnings(run, found.badges),
         stale=bool(run.stages["eval"].outdated),
-        badges=badges,
-        conclusion=diagnosis.conclusion(run, badges),
-        todo=[badge for badge in diagnosis.by_priority(run, badges) if badge.advice],
+        badges=found.badges,
+        conclusion=found.conclusion(),
+        todo=[badge for badge in found.by_priority() if badge.advice],
         sentences=diagnosis.sentences(run),
         training=[
             (anchor, title, figures.training(run.stages[anchor]))
@@ -58,7 +60,7 @@ def of_run(run: Run) -> str:
         ],
         heat_map=heat_map,
         **_what_ran(run),
-        **_ppo(run),
+        **_ppo(run, found.readings),
         **_report_card(run),
         **_evaluation(run),
     )
@@ -74,7 +76,7 @@ def _subtitle(run: Run) -> str:
 
 def _warnings(run: Run, badges: Sequence[diagnosis.Badge]) -> list[str]:
     """Return what is damaged, and the warnings of the evaluation that no badge repeats."""
-    reasons = [reason for badge in badges for reason in badge.reasons]
+    reasons = list(chain.from_iterable(badge.reasons for badge in badges))
     found = list(run.notes)
     if run.outcome:
         found += run.outcome.warnings or []
@@ -92,8 +94,7 @@ def _what_ran(run: Run) -> dict[str, Any]:
         "speed": tables.speed(ppo),
         "differences": [
             [each.stage, each.key, each.value, "required" if each.default is None else each.default]
-            for stage in stages
-            for each in from_defaults(stage)
+            for each in chain.from_iterable(map(from_defaults, stages))
         ],
         "data": tables.data_rows(stages),
         "models": tables.model_rows(run),
@@ -104,9 +105,9 @@ def _what_ran(run: Run) -> dict[str, Any]:
     }
 
 
-def _ppo(run: Run) -> dict[str, Any]:
+def _ppo(run: Run, readings: Sequence[Reading]) -> dict[str, Any]:
     return {
-        "ppo": figures.ppo(run),
+        "ppo": figures.ppo(run, readings),
         "temperature": run.stages["ppo"].setting("ppo.temperature"),
         "alarms": list(_alarms(run.firings)),
     }

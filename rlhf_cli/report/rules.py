@@ -239,7 +239,7 @@ def metrics_of(rule: Rule, ppo: Stage) -> Iterator[tuple[str, str]]:
         yield rule.key, rule.title
         return
     stem = rule.key.removesuffix("NAME")
-    logged = {key for row in ppo.metrics for key in row}
+    logged: set[str] = set().union(*ppo.metrics)
 
     for key in sorted(logged):
         name = key.removeprefix(stem)

@@ -40,7 +40,7 @@ def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> P
     _prepare_target(target)
     if len(runs) == 1:
         contents = page.of_run(runs[0])
-        summary = diagnosis.conclusion(runs[0], diagnosis.badges(runs[0]))
+        summary = diagnosis.diagnose(runs[0]).conclusion()
     else:
         contents = compare.of_runs(runs)
         names = compare.short_names([each.folder for each in runs])
@@ -109,9 +109,8 @@ def brief(folder: Path) -> tuple[str, bool]:
     """
     from rlhf_cli.report import diagnosis
 
-    run = read_run(folder)
-    badges = diagnosis.badges(run)
-    return diagnosis.conclusion(run, badges), any(badge.grade in diagnosis.ILL for badge in badges)
+    found = diagnosis.diagnose(read_run(folder))
+    return found.conclusion(), any(badge.grade in diagnosis.ILL for badge in found.badges)
 
 
 def _prepare_target(target: Path) -> None:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -69,7 +69,7 @@ class Endpoint:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        return [score for scores in answers for score in scores]
+        return list(chain.from_iterable(answers))
 
     async def _post(self, connections: Any, body: Body) -> bytes:
         try:

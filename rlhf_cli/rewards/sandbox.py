@@ -25,7 +25,8 @@ from rlhf_cli.rewards.sandboxed import PASSED, SandboxError
 START_SECONDS = 60.0  # for Python to start and to set the limits, on a busy machine
 WAIT_SECONDS = 5.0  # by the clock, beside twice the CPU time
 SPLITTING = Lock()  # catch_warnings is for one thread at a time
-LINE_BYTES, OTHER_BYTES = 128, 2**20  # the process may write a line for each test and value, and this much more
+LINE_BYTES = 128  # that the process may write for each test and value
+OTHER_BYTES = 2**20  # and this much more
 
 
 def passed_tests(code: str, tests: list[str], *, seconds: float, megabytes: int) -> list[bool]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # (prompts, responses) or TRL's (prompts=, completions=, completion_ids=, **columns) -> one score, or None, per row.
 # May be async.
 RewardFn = Callable[..., Any]
-OWN_COLUMNS = {name for form in PROMPT_FORMS for name in form}  # functions do not get them as columns
+OWN_COLUMNS = set(chain.from_iterable(PROMPT_FORMS))  # functions do not get them as columns
 TYPE_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
 
 

@@ -64,7 +64,8 @@ def _new_state(folder: Path, name: str) -> Iterator[Path]:
         raise RLHFError("S03", f'"{name}" is not a name for a state folder')
     files.make_folder(folder)
     _clear(folder)
-    run_id, path = _run_id(folder), folder / name
+    run_id = _run_id(folder)
+    path = folder / name
     if os.path.lexists(path):
         if not _is_ours(path, run_id):
             raise _foreign_error(path)
@@ -228,7 +229,8 @@ def clear_leftovers(stage_folder: Path) -> None:
 
 def _clear(folder: Path) -> None:
     """Delete temporary folders: all of them, or in a folder elsewhere those that have this run's id."""
-    run_id, elsewhere = _run_id(folder), _is_elsewhere(folder)
+    run_id = _run_id(folder)
+    elsewhere = _is_elsewhere(folder)
     if elsewhere and run_id is None:
         return
     mark = f"{run_id}-" if elsewhere else ""
@@ -280,7 +282,8 @@ def _prune(folder: Path, written: str, keep: int | None, spare: Collection[str] 
     """
     if keep is None:
         return
-    newest, run_id = _step(folder / written), _run_id(folder)
+    newest = _step(folder / written)
+    run_id = _run_id(folder)
     valid: list[Path] = []
     invalid: list[Path] = []
     for path in _named(folder):

@@ -133,7 +133,8 @@ def _is_set_by_itself(key: str, value: object) -> bool:
 def _changed_hashes(section: str, noun: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return a line per changed hash in a section; `noun` is what the hash is of."""
     lines = []
-    before, after = old.get(section, {}), new.get(section, {})
+    before = old.get(section, {})
+    after = new.get(section, {})
     for key in before | after:
         if key not in before:
             is_code = section == "data" and key.startswith(("rewards.", "judges."))  # older versions hashed less

@@ -27,7 +27,8 @@ START_TIME_TOLERANCE_S = 2.0
 _exclusive: dict[Path, FileLock] = {}
 _shared: dict[Path, int] = {}  # file descriptors
 NEW_FOLDER_HINT = "name a new or an empty folder"
-SCRATCH_NAME, OUT_HINT = ".export", "name another folder: --out DIR"
+SCRATCH_NAME = ".export"
+OUT_HINT = "name another folder: --out DIR"
 LOCKED = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
 
 

@@ -191,11 +191,13 @@ def _base_folder(name: str, start: Path, revision: str | None) -> Path:
     """Return the folder of a hub id, or of a path relative to `start`. Raises M04 if it is not available."""
     if is_hub_id(name):
         folder = cached_model(name, revision)
-        base, fix = name, f"fetch it: hf download {shell_word(name)}"
+        base = name
+        fix = f"fetch it: hf download {shell_word(name)}"
     else:
         path = Path(os.path.normpath(start / name))
         folder = path if path.is_dir() else None
-        base, fix = shown(path), "put it back there"
+        base = shown(path)
+        fix = "put it back there"
 
     if folder is None:
         text = f"{shown(start)} holds an adapter, but its base {base} does not exist"

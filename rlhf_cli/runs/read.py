@@ -267,7 +267,8 @@ def read_run(folder: Path) -> Run:
         problem = stage.problem and _without_path(stage.problem, stage.folder)
         stages[key] = replace(stage, problem=problem, outdated=changed_parents(stage))
     notes = [f"{stage.name}: {stage.problem}" for stage in stages.values() if stage.problem]
-    notes += [f"{stage.name} was made from {change}" for stage in stages.values() for change in stage.outdated]
+    for stage in stages.values():
+        notes += [f"{stage.name} was made from {change}" for change in stage.outdated]
 
     report = _report(stages["eval"], notes)
     return Run(

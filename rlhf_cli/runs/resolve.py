@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -29,7 +30,8 @@ from rlhf_cli.runs.parents import (
 )
 from rlhf_cli.runs.report import Report, read_report
 
-LAST, SELECTED = "last", "selected"
+LAST = "last"
+SELECTED = "selected"
 DEFAULT_STAGES = MODEL_STAGES[:2]  # the others are resolved on request only
 
 
@@ -132,13 +134,14 @@ def open_parents(config: Config, pending: Collection[Path] = (), *, hashed: bool
         except RLHFError as error:
             problems.setdefault(reference.path, list(error.problems))
     if problems:
-        raise RLHFError.from_problems([problem for path_problems in problems.values() for problem in path_problems])
+        raise RLHFError.from_problems(list(chain.from_iterable(problems.values())))
     return parents
 
 
 def open_reference(config: Config, reference: Reference, *, hashed: bool = True) -> Parent:
     """Open the parent that a config key names. Raises as `open_parent`, and M10 for the stage's own output."""
-    key, where = reference.key, config.where(reference.key)
+    key = reference.key
+    where = config.where(reference.key)
     if Path(reference.path) == config.folder:
         text = f"{key} names the folder that this stage writes"
         raise RLHFError("M10", text, where=where, hint=f"name {finished_stage(reference.expect)}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from rlhf_cli.config.machinery.fields import key_at
@@ -46,7 +47,7 @@ def between(runs: Sequence[Run]) -> list[tuple[str, str, list[str]]]:
     differences = []
     for stage in STAGES:
         configs = [_settings(run, stage) for run in runs]
-        keys = dict.fromkeys(key for config in configs for key in config)
+        keys = dict.fromkeys(chain.from_iterable(configs))
         for key in keys:
             values = [value_text(config[key]) if key in config else "-" for config in configs]
             present = {value for config, value in zip(configs, values, strict=True) if config}

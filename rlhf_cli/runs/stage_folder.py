@@ -107,7 +107,8 @@ def _environment(device: str | None) -> dict[str, Any]:
 
 def _require_same_num_processes(folder: Path) -> None:
     """Raise RLHFError E04 for another number of processes: it changes the batch sizes, and so the run."""
-    before, now = recorded_num_processes(folder), distributed.world_size()
+    before = recorded_num_processes(folder)
+    now = distributed.world_size()
     if before != now:
         processes = "1 process" if before == 1 else f"{before} processes"
         text = f"{shown(folder)} was started with {processes} and cannot resume with {now}"

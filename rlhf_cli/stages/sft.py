@@ -71,7 +71,8 @@ def _train(config: SFTConfig, stage: lifecycle.StageRun) -> None:
     stop_id = data.stop_token_id(tokenizer)
     training_rows.log_packing(config)
     if best:
-        rows, eval_rows = best.rows, best.eval_rows
+        rows = best.rows
+        eval_rows = best.eval_rows
     else:
         with process_group.main_process_first():
             rows, eval_rows = training_rows.read_train_and_eval(config, tokenizer, model.config)

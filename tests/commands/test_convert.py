@@ -17,9 +17,18 @@ from ppo_folder import lines, must_succeed
 from run_cli import ROOT, is_one_error, rlhf
 
 from rlhf_cli import config
-from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, VERSIONS, Conversion, target_key
+from rlhf_cli.commands.convert.mapping import (
+    BATCH_KEYS,
+    NEW,
+    OLD,
+    OPTIONS,
+    VERSIONS,
+    Conversion,
+    convert_old_batch,
+    convert_settings,
+    target_key,
+)
 from rlhf_cli.commands.convert.read import TRLSettings, read_settings
-from rlhf_cli.commands.convert.rules import BATCH_KEYS, convert_old_batch, convert_settings
 from rlhf_cli.commands.convert.write import page
 from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.errors import RLHFError
@@ -552,7 +561,7 @@ def test_other_files_of_the_folder_are_kept_and_the_old_command_works() -> None:
     ("text", "arguments", "line"),
     [
         ("init_kl_coef: 0.2\nppo_epochs: 4", (), "TRL 0.11: only that version has init_kl_coef, ppo_epochs"),
-        ("kl_coef: 0.1\nnum_ppo_epochs: 4\nsteps: 9", (), "only the other has steps: check, or set --trl"),
+        ("kl_coef: 0.1\nnum_ppo_epochs: 4\nsteps: 9", (), "TRL 1.12: only that version has kl_coef, num_ppo_epochs"),
         ("learning_rate: 1e-5", (), "TRL 1.12: no option is specific to a version; use --trl 0.11 "),
         ("learning_rate: 1e-5", ("--trl", "0.11"), "a.yaml is of TRL 0.11: set by --trl"),
     ],

@@ -73,11 +73,13 @@ def test_the_input_of_a_stage_is_the_file_of_labels(tmp_path: Path) -> None:
     assert sources.locate({"data.train": DataSource.of(folder)}) == {"data.train": [folder / "labels.jsonl"]}
 
 
-def test_a_line_without_its_end_is_no_label(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("missing", "pairs"), [(40, ["0"]), (1, ["0"]), (0, ["0", "1"])])
+def test_an_unfinished_last_line_is_no_label(tmp_path: Path, missing: int, pairs: list[str]) -> None:
     path = folder_of(tmp_path, line("0", "first")) / labels.LABELS
+    last = json.dumps(line("1", "first"))
     with path.open("a") as file:
-        file.write(json.dumps(line("1", "first"))[:40])
-    assert [label.pair for _, label in labels.read_labels(path).values()] == ["0"]
+        file.write(last[: len(last) - missing])
+    assert [label.pair for _, label in labels.read_labels(path).values()] == pairs
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ def run(*stages: Stage, report: Mapping[str, Any] | None = None) -> Run:
 
 def page(one: Run) -> Iterator[str]:
     """The statements of the page of a run."""
-    badges = diagnosis.badges(one)
-    for badge in badges:
+    found = diagnosis.diagnose(one)
+    for badge in found.badges:
         yield from (*badge.reasons, badge.advice)
-    yield diagnosis.conclusion(one, badges)
+    yield found.conclusion()
     if one.report:
         yield from diagnosis.sentences(one)
 

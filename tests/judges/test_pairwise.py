@@ -75,11 +75,15 @@ def test_a_second_evaluation_calls_nothing_and_a_cut_one_goes_on(server: StandIn
     path = tmp_path / "judges/llm.jsonl"
     whole = path.read_bytes()
     last = whole.rstrip(b"\n").rfind(b"\n") + 1
-    for cut in (last + 1, last + 20, len(whole) - 1):  # killed while the last line was written
+    for cut in (last + 1, last + 20, len(whole) - 2):  # killed while the last line was written
         path.write_bytes(whole[:cut])
         server.requests.clear()
         assert judge_of(server, tmp_path).compare(PAIRS[:2]) == found
         assert len(server.requests) == 1 and len(path.read_bytes()) == len(whole)
+    path.write_bytes(whole[:-1])  # whole, without its line break: an editor may have removed it
+    server.requests.clear()
+    assert judge_of(server, tmp_path).compare(PAIRS[:2]) == found
+    assert server.requests == [] and path.read_bytes() == whole
 
 
 def test_an_answer_is_of_its_model_rubric_parameters_and_texts(server: StandIn, tmp_path: Path) -> None:

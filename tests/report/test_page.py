@@ -296,9 +296,9 @@ def test_the_panel_of_the_reward_has_the_scores_of_the_limit(
 
 
 def test_bars_and_histograms_have_the_heights_of_their_counts() -> None:
-    root = drawn(charts.draw_bars, [1, 3], [0.0], "x", "y")
+    root = drawn(charts.draw_margins, [1, 3], [0.0])
     assert height(root, "bar-1") / height(root, "bar-0") == pytest.approx(3, abs=1e-3)
-    root = drawn(charts.draw_histograms, {"SFT": [1, 1, 1, 9], "PPO": [9, 9, 9, 9]}, "tokens")
+    root = drawn(charts.draw_lengths, {"SFT": [1, 1, 1, 9], "PPO": [9, 9, 9, 9]})
     assert height(root, "PPO") / height(root, "SFT") == pytest.approx(4 / 3, abs=1e-3)
 
 

@@ -45,7 +45,8 @@ class TRLSettings:
 
 def read_settings(path: Path) -> TRLSettings:
     """Parse a file; nothing in it is executed. Raises RLHFError C03, C08, C09 or S02 if it cannot be read."""
-    name, suffix = str(path), path.suffix.lower()
+    name = str(path)
+    suffix = path.suffix.lower()
     if suffix == ".ipynb":
         hint = f"save it as a script: jupyter nbconvert --to script {name}"
         raise RLHFError("C09", "notebooks are not supported", where=name, hint=hint)
@@ -123,39 +124,33 @@ def _literal(text: ast.expr | str) -> Any:
 
 
 def _read_command(text: str, name: str) -> TRLSettings:
-    """Read one command line; line breaks do not end it."""
+    """Read the options behind the name of the script; line breaks do not end the command."""
     one_line = STREAM_NUMBER.sub(" ", text.replace("\\\n", " "))
     lexer = shlex.shlex(one_line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     lexer.commenters = ""  # shlex reads a comment in a#b
     try:
-        tokens = list(lexer)
+        words = list(lexer)
     except ValueError as error:
         raise RLHFError("C08", f"not a valid command line: {error}", where=name, hint="close the quote") from error
 
-    parts: list[list[str]] = [[]]
-    for token in tokens:
-        if token and set(token) <= OPERATORS:
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    commands = [part for part in parts if any(word.startswith("--") for word in part)]  # not the file of a redirection
-    words = [word for command in commands for word in command]
-
     programs = [index for index, word in enumerate(words) if PROGRAM.fullmatch(word)]
-    if len(commands) > 1 or len(programs) > 1:
+    if len(programs) > 1:
         hint = "keep only the command that runs PPO"
         raise RLHFError("C09", "the file has several commands", where=name, hint=hint)
-
     start = programs[0] if programs else 0
+
     values: dict[str, list[str]] = {}
-    option = ""
+    given: list[str] = []  # the words behind an option
     for word in words[start:]:
         if match := OPTION.fullmatch(word):
             option = match[1].replace("-", "_").rpartition(".")[2]
-            values[option] = [match[3]] if match[2] else []
-        elif option:
-            values[option].append(word)
+            given = [match[3]] if match[2] else []
+            values[option] = given
+        elif word and set(word) <= OPERATORS:
+            given = []
+        else:
+            given.append(word)
 
     source = TRLSettings()
     if any(map(OPTION.fullmatch, words[:start])):

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import config, files, system, terminal
-from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, Row, detect_version
+from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, Row, convert_settings, detect_version
 from rlhf_cli.commands.convert.read import read_settings
-from rlhf_cli.commands.convert.rules import convert_settings
 from rlhf_cli.config.machinery.yaml_io import to_yaml, with_comment
 from rlhf_cli.errors import RLHFError, shell_path, shown
 
@@ -53,9 +52,13 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
 
 def page(conversion: Conversion, name: str) -> str:
     """Return the text of ppo.yaml; `name` is the converted file."""
+    lines = [HEAD.format(name=_line(name), version=conversion.version)]
     tree = conversion.tree()
-    in_order = {section: tree[section] for section in config.PPOConfig.model_fields if section in tree}
-    lines = [HEAD.format(name=_line(name), version=conversion.version), *_keys(in_order, "", conversion)]
+    for section in config.PPOConfig.model_fields:
+        if section in tree:
+            if section not in conversion.rows:
+                lines.append("")
+            lines += _keys(section, tree[section], conversion)
     for line in _lists(conversion):
         lines.append(f"# {line}" if line else "")
     return "\n".join(lines) + "\n"
@@ -63,29 +66,24 @@ def page(conversion: Conversion, name: str) -> str:
 
 def _lists(conversion: Conversion) -> Iterator[str]:
     """Yield lists of the keys that the user has to set, and of the options that were not converted."""
-    if conversion.to_set:
-        yield from ("", "To be set by you:")
-    for key, note in conversion.to_set.items():
-        yield _line(f"{key}: {note}")
-
-    if conversion.unconverted:
-        yield from ("", "Not converted:")
-    for option, text in conversion.unconverted.items():
-        yield _line(f"{option}: {text}")
+    for title, entries in (("To be set by you:", conversion.to_set), ("Not converted:", conversion.unconverted)):
+        if entries:
+            yield from ("", title)
+        for name, text in entries.items():
+            yield _line(f"{name}: {text}")
 
 
-def _keys(tree: dict[str, Any], above: str, conversion: Conversion) -> Iterator[str]:
-    """Yield a line for each key, with a comment: the TRL option, its value in TRL if that differs, and the note."""
-    indent = "  " * above.count(".")
-    for name, value in tree.items():
-        row = conversion.rows.get(above + name)
-        if row:
-            yield with_comment(f"{indent}{name}: {to_yaml(value)}", _line(_remark(conversion, row, name)))
-            continue
-        if not above:
-            yield ""
-        yield f"{indent}{name}:"
-        yield from _keys(value, f"{above}{name}.", conversion)
+def _keys(key: str, value: Any, conversion: Conversion) -> Iterator[str]:
+    """Yield the line of a key, with a comment, or those of a section."""
+    name = key.rpartition(".")[2]
+    indent = "  " * key.count(".")
+    row = conversion.rows.get(key)
+    if row:
+        yield with_comment(f"{indent}{name}: {to_yaml(value)}", _line(_remark(conversion, row, name)))
+        return
+    yield f"{indent}{name}:"
+    for inner_name, inner in value.items():
+        yield from _keys(f"{key}.{inner_name}", inner, conversion)
 
 
 def _remark(conversion: Conversion, row: Row, name: str) -> str:

@@ -22,11 +22,9 @@ from rlhf_cli.report import diagnosis, tables
 from rlhf_cli.report.formats import visible
 from rlhf_cli.report.rules import ILL
 from rlhf_cli.runs.layout import POLICY_STAGES, STAGES
-from rlhf_cli.runs.manifest import ParentEntry
 from rlhf_cli.runs.model_files import read_adapter
 from rlhf_cli.runs.parents import FOREIGN, is_hub_id
 from rlhf_cli.runs.read import Run, Stage, at_step, read_stage_with_logs
-from rlhf_cli.runs.report import RewardModelCard
 from rlhf_cli.runs.resolve import ResolvedModel
 from rlhf_cli.runs.settings import from_defaults
 from rlhf_cli.stages.common import prompt_forms
@@ -58,62 +56,38 @@ def render_card(
     may be shown, `share` that of a model between SFT and PPO.
     """
     stages = list(_lineage(read_stage_with_logs(chosen.model.stage, chosen.model.path)))
-    stage = stages[0]
-    base = _hub_base(stages)
     run = _run_at(chosen, stages)
-    points = (run.report.interpolated if run.report else None) or []
-    if share is not None or run.report is None or stage.name not in run.report.models:
+    points = run.report.interpolated if run.report else None
+    if share is not None or run.report is None or stages[0].name not in run.report.models:
         run = replace(run, report=None)  # of other policies
 
+    base = _hub_base(stages)
     warnings = WARNING.findall("\n".join(run.report.warnings or [])) if run.report else []
-    parents = stage.manifest.parents.items()
-    rewards = {entry.sha256 for key, entry in parents if key.startswith("rewards.")} or {sha256_of(stage)}
     prompts = prompt_forms.prompt_format(prompt_forms.training_prompt_form(chosen.model), tokenizer)
     stop = data.stop_token_id(tokenizer)
-    facts: dict[str, Any] = {
-        "name": name,
-        "address": address,
-        "dtype": dtype,
-        "share": share,
-        "chosen": chosen,
-        "model": model,
-        "adapter": read_adapter(chosen.model.model),
-        "base": base,
-        "kind": stage.name,
-        "stage": stage,
-        "stages": stages,
-        "rewards": rewards,  # hashes of the models that PPO was trained on, or of this reward model
-        "run": run,
-        "report": run.report,
-        "point": next((point for point in points if point.share == share), None),
-        "warnings": {each: CODES[each] for each in sorted(set(warnings) & CODES.keys())},
-        "prompts": prompts,
-        "prompt": repr(_prompt(example or EXAMPLE, prompts)),
-        "answer_header": json.dumps(header_of_answers(tokenizer) if prompts == "template" else ""),
-        "stop_token": "" if stop == tokenizer.eos_token_id else json.dumps(tokenizer.convert_ids_to_tokens(stop)),
-    }
-    metadata = _metadata(name, stages, base, run)
-    return f"{ModelCard.from_template(metadata, template_path=str(TEMPLATE), **facts, **_functions())}\n"
-
-
-def _functions() -> dict[str, Any]:
-    """Return the functions and tests that the template uses."""
-    return {
-        "version": __version__,
-        "text": text,
-        "code": code,
-        "parent": parent,
-        "data_name": data_name,
-        "sha256_of": sha256_of,
-        "with_interval": with_interval,
-        "from_defaults": from_defaults,
-        "tables": tables,
-        "report_text": report_text,
-        "findings": diagnosis.findings,
-        "ill": ILL,
-        "card_rows": reward_card.card_rows,
-        "is_card": lambda report: isinstance(report, RewardModelCard),
-    }
+    card = ModelCard.from_template(
+        _metadata(name, stages, base, run),
+        template_path=str(TEMPLATE),
+        **FUNCTIONS,
+        name=name,
+        address=address,
+        dtype=dtype,
+        share=share,
+        chosen=chosen,
+        model=model,
+        adapter=read_adapter(chosen.model.model),
+        base=base,
+        stages=stages,
+        run=run,
+        findings=diagnosis.diagnose(run).findings,
+        points=points or [],
+        warnings={code: CODES[code] for code in sorted({*warnings} & CODES.keys())},
+        prompts=prompts,
+        prompt=repr(_prompt(example or EXAMPLE, prompts)),
+        answer_header=json.dumps(header_of_answers(tokenizer) if prompts == "template" else ""),
+        stop_token="" if stop == tokenizer.eos_token_id else json.dumps(tokenizer.convert_ids_to_tokens(stop)),
+    )
+    return f"{card}\n"
 
 
 # Texts
@@ -134,20 +108,6 @@ def _one_line(value: Any) -> str:
     return visible(" ".join(str(value).split()))
 
 
-def sha256_of(stage: Stage) -> str:
-    return str(stage.manifest.model_sha256)
-
-
-def parent(entry: ParentEntry) -> str:
-    """Return the name and hash of an input model, without local paths."""
-    sha256 = code(entry.sha256[:12])
-    if entry.stage != FOREIGN:
-        return f"{entry.stage} {sha256}"
-    name = entry.path if is_hub_id(entry.path) else PurePosixPath(entry.path).name
-    revision = f" at {entry.revision}" if entry.revision else ""
-    return f"{code(name + revision)} {sha256}"
-
-
 def data_name(stage: Stage, key: str) -> str:
     """Return the name of a stage's data: a hub dataset or a file name, never a path."""
     keys = (key, "data.train", "data.prompts")  # the evaluation data may be a part of the training data
@@ -156,6 +116,22 @@ def data_name(stage: Stage, key: str) -> str:
     if not hub_dataset(name):
         name = PurePosixPath(name).name
     return f"{name}[{split}]" if split else name
+
+
+# What the template uses
+FUNCTIONS: dict[str, Any] = {
+    "version": __version__,
+    "text": text,
+    "code": code,
+    "data_name": data_name,
+    "is_hub_id": is_hub_id,
+    "with_interval": with_interval,
+    "from_defaults": from_defaults,
+    "tables": tables,
+    "report_text": report_text,
+    "ill": ILL,
+    "card_rows": reward_card.card_rows,
+}
 
 
 # Facts
@@ -167,13 +143,16 @@ def _lineage(stage: Stage) -> Iterator[Stage]:
     waiting = [stage]
     while waiting:
         stage = waiting.pop(0)
-        if sha256_of(stage) in hashes:
+        sha256 = str(stage.manifest.model_sha256)
+        if sha256 in hashes:
             continue
-        hashes.add(sha256_of(stage))
+        hashes.add(sha256)
         yield stage
         for entry in stage.manifest.parents.values():
-            above = read_stage_with_logs(entry.stage, stage.folder / entry.path) if entry.stage != FOREIGN else None
-            if above and sha256_of(above) == entry.sha256 and above.state == "finished":
+            if entry.stage == FOREIGN:
+                continue
+            above = read_stage_with_logs(entry.stage, stage.folder / entry.path)
+            if above.manifest.model_sha256 == entry.sha256 and above.state == "finished":
                 waiting.append(above)
 
 
@@ -238,13 +217,15 @@ def _metadata(name: str, stages: Sequence[Stage], base: str | None, run: Run) ->
 def _results(stage: Stage, run: Run) -> Iterator[EvalResult]:
     """Yield the win rates of sampled responses, or a reward model's accuracy."""
     if accuracy := stage.manifest.reward_model:
-        name = f"Accuracy on held-out pairs{_interval_and_n(accuracy.accuracy_ci95, accuracy.n)}"
+        value = with_interval(accuracy.accuracy, accuracy.accuracy_ci95)
+        name = f"Accuracy on held-out pairs: {value}, n {accuracy.n}"
         yield _result(stage, data_name(stage, "data.eval"), "accuracy", accuracy.accuracy, name=name)
 
     pairs = run.report.win_rate if run.report else {}
     for pair in (pair for pair in pairs if pair.startswith(f"{stage.name}_vs_")):
         for judge, rate in pairs[pair].items():
-            name = f"Win rate, {report_text.pair_label(pair)} by {judge}{_interval_and_n(rate.ci95, rate.n)}"
+            value = with_interval(rate.value, rate.ci95)
+            name = f"Win rate, {report_text.pair_label(pair)} by {judge}: {value}, n {rate.n}"
             yield _result(stage, data_name(run.stages["eval"], "data.prompts"), "win_rate", rate.value, name=name)
 
 
@@ -257,8 +238,3 @@ def _result(stage: Stage, dataset: str, metric: str, value: float, *, name: str)
         metric_value=round(value, 4),
         metric_name=visible(name),
     )
-
-
-def _interval_and_n(interval: Sequence[float] | None, n: int | None) -> str:
-    bounds = f", 95 % interval {interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
-    return f"{bounds}, n {n}"

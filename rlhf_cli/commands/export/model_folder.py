@@ -27,7 +27,8 @@ from rlhf_cli.runs.resolve import LAST, ResolvedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HERE = "."  # the address of a folder in its model card: code runs in the folder
-EXAMPLE_ROWS, EXAMPLE_LENGTH = 1000, 400  # rows searched for a short prompt, and its maximum characters
+EXAMPLE_ROWS = 1000  # searched for a short prompt
+EXAMPLE_LENGTH = 400  # characters of one
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from typing import Any
 from rlhf_cli import data, terminal
 from rlhf_cli.commands.common.models import ChatModel, ReplyScorer
 from rlhf_cli.commands.label.session import Pair
-from rlhf_cli.data.labels import CANDIDATES, complete_rows
+from rlhf_cli.data.labels import CANDIDATES
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import require_inside, sync
-from rlhf_cli.jsonl import to_json
+from rlhf_cli.files import append_rows, appended_rows, repair_end, sync
 from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
@@ -141,13 +140,11 @@ class CandidateFile:
     """candidates.jsonl of a folder. `order` holds the rows of the prompts in the order in which they are drawn."""
 
     def __init__(self, folder: Path, order: Sequence[int]) -> None:
-        """Read the candidates so far. Raises RLHFError D03, D04, D20."""
+        """Read the candidates so far. Raises RLHFError D03, D04, D12, D20, S03."""
         self.path = folder / CANDIDATES
         self.order = order
-        self.candidates: list[Candidate] = []
-        if self.path.exists():
-            require_inside(self.path)
-            self.candidates = [_parse(row, self.path, number) for number, row in complete_rows(self.path)]
+        repair_end(self.path)
+        self.candidates = [_parse(row, self.path, number) for number, row in appended_rows(self.path)]
 
     def lacks(self, num_pairs: int) -> bool:
         """Return True if there are fewer usable pairs, and prompts left to draw more from."""
@@ -182,10 +179,7 @@ class CandidateFile:
         sync(self.path)
 
     def _append(self, candidates: Sequence[Candidate]) -> None:
-        lines = "".join(to_json(asdict(each), allow_nan=False) + "\n" for each in candidates)
-        with self.path.open("ab") as file:
-            file.write(lines.encode("utf-8"))
-        sync(self.path)
+        append_rows(self.path, [asdict(each) for each in candidates])
         self.candidates += candidates
 
 

@@ -1,18 +1,13 @@
 """labels.jsonl of one folder: each label is on disk before the next pair is shown."""
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from rlhf_cli import terminal
 from rlhf_cli.data.labels import LABELS, Label, read_labels
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import require_inside, sync
-from rlhf_cli.jsonl import to_json
+from rlhf_cli.files import append_rows, repair_end, sync
 
 DISK_HINT = "free space on its disk; the pair is still to be labelled, and all other labels are kept"
 
@@ -25,13 +20,15 @@ class LabelStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the file, or create it. Raises RLHFError D03, D04, D20, S03."""
+        """Read the file, or create it. Raises RLHFError D03, D04, D12, D20, S03."""
         self.path = folder / LABELS
         if not self.path.exists():
             self.path.touch()
             sync(folder)
-        require_inside(self.path)
-        _repair_end(self.path)
+        removed = repair_end(self.path)
+        if removed:
+            text = f"an unfinished last line of {removed} bytes is removed: it was never acknowledged"
+            terminal.say(f"label    {shown(self.path)}: {text}")
         self._labels = {key: label for key, (_, label) in read_labels(self.path).items()}
 
     @property
@@ -59,38 +56,8 @@ class LabelStore:
         del self._labels[label.pair, label.annotator]
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        line = (to_json(row, allow_nan=False) + "\n").encode("utf-8")
-        size = self.path.stat().st_size
         try:
-            with self.path.open("ab", buffering=0) as file:
-                written = file.write(line)
-                if written != len(line):
-                    raise OSError(f"{written} of {len(line)} bytes were written")
-                os.fsync(file.fileno())
+            append_rows(self.path, [row])
         except OSError as error:
-            with suppress(OSError):
-                os.truncate(self.path, size)
             text = f"the label cannot be written to {shown(self.path)}: {error.strerror or error}"
             raise RLHFError("E03", text, hint=DISK_HINT) from error
-
-
-def _repair_end(path: Path) -> None:
-    """End the last line of the file, or remove it if a killed process left a part of one.
-
-    An editor may have removed the line break behind a whole label. A part of one was never acknowledged.
-    """
-    content = path.read_bytes()
-    start = content.rfind(b"\n") + 1
-    last = content[start:]
-    if not last:
-        return
-    try:
-        orjson.loads(last)
-    except orjson.JSONDecodeError:
-        os.truncate(path, start)
-        text = f"an unfinished last line of {len(last)} bytes is removed: it was never acknowledged"
-        terminal.say(f"label    {shown(path)}: {text}")
-    else:
-        with path.open("ab") as file:
-            file.write(b"\n")
-    sync(path)

@@ -68,6 +68,8 @@ def _key(name: str, field: dict[str, Any]) -> Key:
     if "choices" in field:
         types["string"] = Literal[tuple(field["choices"])]
     annotation: Any = Union[tuple(types.values())]  # noqa: UP007
+
     version = made_from()["trl"].rpartition(".")[0]  # without its patch number
     text = f"The field {name} of TRL {version}'s trainer, handed on as it is."
-    return Key(f"trainer.{name}", FieldInfo(annotation=annotation, default=field["default"], description=text))
+    info = FieldInfo(annotation=annotation, default=field["default"], description=text)
+    return Key(f"trainer.{name}", info)

@@ -5,7 +5,8 @@ import unicodedata
 from rlhf_cli.rewards.answers import Column, by_column, extraction, texts
 from rlhf_cli.rewards.signature import RewardFn
 
-END, QUOTES = ".,;:!? ", "\"'` \u2018\u2019\u201c\u201d"
+END = ".,;:!? "
+QUOTES = "\"'` \u2018\u2019\u201c\u201d"
 
 
 def exact_match(*, column: Column = "answer", extract: str | None = None, ignore_case: bool = True) -> RewardFn:

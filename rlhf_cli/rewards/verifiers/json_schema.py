@@ -54,7 +54,8 @@ def _check_references(resource: Any, resolver: Any) -> None:
     """Look up the references of a schema and its parts. Raises ValueError for one that is not in the schema."""
     from referencing.exceptions import Unresolvable
 
-    resolver, contents = resolver.in_subresource(resource), resource.contents
+    resolver = resolver.in_subresource(resource)
+    contents = resource.contents
     reference = (contents.get("$ref") or contents.get("$dynamicRef")) if isinstance(contents, dict) else None
     try:
         if reference is not None:

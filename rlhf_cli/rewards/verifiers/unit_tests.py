@@ -2,6 +2,7 @@
 
 import ast
 import warnings
+from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -52,6 +53,6 @@ def _check_tests(value: Any) -> None:
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"a test is not Python: {error}") from None
     others = [each for each in body if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    runs = any(isinstance(node, ast.Assert | ast.Call) for each in others for node in ast.walk(each))
+    runs = any(isinstance(node, ast.Assert | ast.Call) for node in chain.from_iterable(map(ast.walk, others)))
     if len(others) < len(body) and not runs:
         raise ValueError("the tests only define functions, which nothing calls: all code would pass")

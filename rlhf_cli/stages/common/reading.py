@@ -1,7 +1,6 @@
 """Rows of a stage's data keys: one way to read them, `read_rows`, and the prompts of PPO and evaluations."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from rlhf_cli import data, terminal
@@ -20,14 +19,25 @@ IDENTICAL_HINT = "look at how the pairs were made: identical answers express no 
 Row = TypeVar("Row")
 
 
-def read_rows(config: AnyConfig, key: str, longer_hint: str, read: Callable[[], Rows[Row]]) -> Rows[Row]:
-    """Read the rows of a data key with `read`. `longer_hint`: how to allow longer rows.
+def read_rows(
+    config: AnyConfig,
+    key: str,
+    read: Callable[..., Rows[Row]],
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    longer_hint: str,
+    sample: int | None = None,
+) -> Rows[Row]:
+    """Read the rows of a data key with a function of `data`. `longer_hint`: how to allow longer rows.
 
-    Warns (D16) if more than WARN_DROPPED_FRACTION of the rows are dropped. Raises RLHFError D16 if they are more than
-    data.max_dropped allows, and the errors of `read`, where D05 for rows that are all too long gets `longer_hint`.
+    Of more than `sample` rows only a sample is read. Warns (D16) if more than WARN_DROPPED_FRACTION of the rows are
+    dropped. Raises RLHFError D16 if they are more than data.max_dropped allows, and the errors of `read`, where D05 for
+    rows that are all too long gets `longer_hint`.
     """
+    on_long = "drop" if isinstance(config, EvalConfig) else config.data.on_long
     try:
-        rows = read()
+        rows = read(config.sources()[key], tokenizer, max_length=max_length, on_long=on_long, sample=sample)
     except RLHFError as error:
         problem = error.problems[0]
         if problem.code != "D05" or "longer than" not in problem.text:
@@ -86,15 +96,15 @@ def read_prompts(
     if max_length is not None and response_length >= max_length:
         hint = f"lower {length_key} ({budget}), or use a model with a longer context"
 
-    read = partial(
+    return read_rows(
+        config,
+        key,
         data.prompt_rows,
-        config.sources()[key],
         tokenizer,
         max_length=max_length,
-        on_long=config.data.on_long if isinstance(config, PPOConfig) else "drop",
+        longer_hint=hint,
         sample=sample,
     )
-    return read_rows(config, key, hint, read)
 
 
 def describe_rows(rows: Sequence[Any], unit: str) -> str:

@@ -60,15 +60,8 @@ def read_split(
     else:
         read = partial(data.preference_rows, on_identical=config.data.on_identical)
 
-    read = partial(
-        read,
-        config.sources()[key],
-        tokenizer,
-        max_length=max_length,
-        on_long=config.data.on_long,
-        sample=sample,
-    )
-    return reading.read_rows(config, key, _longer_rows_hint(config, model_config), read)
+    hint = _longer_rows_hint(config, model_config)
+    return reading.read_rows(config, key, read, tokenizer, max_length=max_length, longer_hint=hint, sample=sample)
 
 
 def _max_prompt_length(config: SFTConfig, model_config: Any) -> int:

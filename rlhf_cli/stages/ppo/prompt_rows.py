@@ -1,7 +1,6 @@
 """The prompts and ptx rows of a PPO run, and its batch arithmetic."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from rlhf_cli import data
@@ -68,14 +67,7 @@ def read_ptx(config: PPOConfig, tokenizer: Any, model_config: Any) -> data.Rows[
     key = "data.ptx_data"
     max_length = None if model_config is None else load.context_length(model_config)
     hint = f"use a model with a longer context than {max_length} positions, or shorten the rows"
-    read = partial(
-        data.sft_rows,
-        config.sources()[key],
-        tokenizer,
-        max_length=max_length,
-        on_long=config.data.on_long,
-    )
-    return reading.read_rows(config, key, hint, read)
+    return reading.read_rows(config, key, data.sft_rows, tokenizer, max_length=max_length, longer_hint=hint)
 
 
 def read_ptx_pairs(config: PPOConfig, tokenizer: Any, model_config: Any) -> list[tuple[list[int], list[int]]]:

@@ -85,7 +85,7 @@ class SampleTables:
             if self.columns:
                 row["columns"] = jsonl.values_of(experience.rollout.records[index], self.columns)
             rows.append(row)
-        rows[0]["tokens"] = token_columns(tokenizer, experience, 0)
+        rows[0]["tokens"] = token_columns(tokenizer, experience)
 
         if self.settings.generate_ref_response:
             for row, sample in zip(rows, self._reference_samples(experience.rollout), strict=True):
@@ -146,12 +146,12 @@ def _score(score: Tensor) -> float | None:
     return None if score.isnan() else float(score)
 
 
-def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str, list[Any]]:
-    """Return text, reward, kl, value and advantage, if any, per response token; `kl` sums to the row's KL in nats.
+def token_columns(tokenizer: Any, experience: Experience) -> dict[str, list[Any]]:
+    """Return text, reward, kl, value and advantage, if any, of each token of the first response; `kl` is in nats.
 
     Special tokens have texts; a character of several tokens goes to the last one.
     """
-    ids = experience.rollout.response_tokens(row)
+    ids = experience.rollout.response_tokens(0)
     *texts, last, rest = data.decode_stream(tokenizer, ids, special=True)
     columns: dict[str, list[Any]] = {"text": [*texts, last + rest]}
     tensors = {
@@ -162,7 +162,7 @@ def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str,
     }
     for name, tensor in tensors.items():
         if tensor is not None:
-            columns[name] = tensor[row][experience.mask[row]].tolist()
+            columns[name] = tensor[0][experience.mask[0]].tolist()
     return columns
 
 

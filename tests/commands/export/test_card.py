@@ -124,7 +124,7 @@ def test_the_metadata_is_what_the_hub_reads(run: Path, tokenizer: Any) -> None:
     assert head.tags == ["rlhf", "ppo", "rlhf-cli"] and head.get("license") is None
     gold = next(each for each in head.eval_results if "gold" in each.metric_name)
     assert (gold.metric_type, gold.metric_value, gold.dataset_type) == ("win_rate", 0.63, "Anthropic/hh-rlhf")
-    assert gold.metric_name == "Win rate, PPO over SFT by gold, 95 % interval 0.570 to 0.690, n 256"
+    assert gold.metric_name == "Win rate, PPO over SFT by gold: 0.630 [0.570, 0.690], n 256"
     assert "`Qwen/Qwen3-0.6B at main`" in text and "`prompts`" in text and "people" not in text and "../" not in text
     change(run / "sft/manifest.json", parents={"model.path": {**base, "path": "../../secret/model"}})
     change(run / "ppo/manifest.json", parents=parents(run))

@@ -1,5 +1,6 @@
 """labels.jsonl: what a killed process, a full disk and an editor leave."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_a_full_disk_loses_no_label_and_leaves_no_part(tmp_path: Path, monkeypat
     choose_next(here)
     before = (tmp_path / "labels.jsonl").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(store.os, "fsync", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(RLHFError, match="E03"):
             choose_next(here)
     assert (tmp_path / "labels.jsonl").read_bytes() == before
