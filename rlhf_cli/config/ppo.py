@@ -142,6 +142,7 @@ class PPOModelSettings(Section):
     """Models of PPO. RUN is the run folder."""
 
     sft: ModelPath = "RUN/sft"
+    policy: ModelPath | None = None
     reward: ModelPath = "RUN/reward"
     value: Annotated[str, PathField("value", VALUE_KEYWORDS)] = "reward"
     revision: str | None = None
