@@ -76,6 +76,7 @@ def _references_of_evaluation(config: EvalConfig) -> list[Named]:
         ("models.ppo", models.ppo, ("ppo", "dpo"), None),
         ("models.reward", models.reward, ("reward",), None),
         ("models.base", models.base, POLICY_STAGES, None),
+        ("models.previous", models.previous, POLICY_STAGES, None),
     ]
     found += [(f"policies.{name}", path, POLICY_STAGES, None) for name, path in config.policies.items()]
     for name, judge in config.judges.items():
@@ -355,7 +356,7 @@ def _selected(ppo: Parent, report: Report | None) -> int:
     return report.selected_step
 
 
-POLICY_KEYS = ("model.path", "models.sft", "models.policy", "models.ppo", "models.base")
+POLICY_KEYS = ("model.path", "models.sft", "models.policy", "models.ppo", "models.base", "models.previous")
 
 
 def is_policy_key(key: str) -> bool:
