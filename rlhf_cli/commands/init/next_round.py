@@ -170,8 +170,8 @@ def _data_of_round(section: dict[str, Any]) -> dict[str, Any]:
 def _copy_code(config: Config, scratch: Path) -> None:
     """Copy the Python files beside the run's configs, where reward functions and judges are imported from."""
     home = config.file.parent
-    own = [file for file in config.code().values() if file.is_relative_to(home)]
-    for file in own and {*own, *home.glob("*.py")}:
+    named = [file for file in config.code().values() if file.is_relative_to(home)]
+    for file in {*named, *home.glob("*.py")}:
         target = scratch / file.relative_to(home)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
