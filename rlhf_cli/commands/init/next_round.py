@@ -15,6 +15,7 @@ import yaml
 
 from rlhf_cli import data, terminal
 from rlhf_cli.commands.init.folder import all_or_nothing
+from rlhf_cli.commands.init.pairs import as_conversation
 from rlhf_cli.commands.init.parts import preference_row
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.base import Config
@@ -25,10 +26,13 @@ from rlhf_cli.config.machinery.paths import path_values, resolve_paths
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.labels import is_labels_folder
+from rlhf_cli.data.texts import Pair
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.runs.layout import LABELS_FOLDER
 from rlhf_cli.runs.parents import open_parent
+from rlhf_cli.runs.resolve import open_reference, references
 
 REQUIRED = ("reward", "ppo")
 STAGES = (*REQUIRED, "eval")
@@ -40,7 +44,7 @@ COMPARED = "compare"  # labels of held-out prompts: `rlhf label RUN --compare`
 HEADER = """# The next round of {run}: written by `rlhf init next` from its {stage}.yaml.
 
 """
-Rows = list[dict[str, Any]]
+TRAIN, EVAL = "data.train", "data.eval"
 
 
 def init(run: Path, folder: Path, labels: Sequence[str]) -> None:
@@ -55,21 +59,21 @@ def init(run: Path, folder: Path, labels: Sequence[str]) -> None:
     names = _label_names(run, labels)
     reward = configs["reward"]
     assert isinstance(reward, RewardConfig)
-    old = _read_pairs(replace(reward.sources()["data.train"], share=None))
-    new = {name: _read_pairs(DataSource(str(run / LABELS_FOLDER / name))) for name in names}
+    pairs = _read_pairs(run, reward, names)
 
     with all_or_nothing(folder) as scratch:
         (scratch / "data").mkdir()
-        write_jsonl(scratch / PAIRS, _joined(old, new))
-        if reward.data.eval is not None:
-            write_jsonl(scratch / EVAL_PAIRS, _read_pairs(reward.sources()["data.eval"]))
+        write_jsonl(scratch / PAIRS, _training_rows(pairs))
+        if EVAL in pairs:
+            write_jsonl(scratch / EVAL_PAIRS, map(preference_row, pairs[EVAL]))
         for config in configs.values():
             _write_config(config, configs, scratch, folder)
             _copy_code(config, scratch)
         json_schema.write_schemas(scratch, list(configs))
 
-    counts = ", ".join(f"{name} {len(rows)}" for name, rows in new.items())
-    terminal.out(f"{shown(folder / PAIRS)}: {len(old)} pairs of {shown(run)}, and new ones of its labels: {counts}")
+    counts = ", ".join(f"{name} {len(pairs[name])}" for name in names)
+    old = f"{len(pairs[TRAIN])} pairs of {shown(run)}"
+    terminal.out(f"{shown(folder / PAIRS)}: {old}, and new ones of its labels: {counts}")
     terminal.out(f"{shown(folder)} is ready; next: rlhf run {shell_path(folder)}")
 
 
@@ -101,18 +105,40 @@ def _label_names(run: Path, wanted: Sequence[str]) -> list[str]:
     return names
 
 
-def _read_pairs(source: DataSource) -> Rows:
-    """Return the pairs of a source as rows {prompt, chosen, rejected[, margin]}."""
-    pairs = data.preference_pairs(source, reads_system_texts=False).pairs
-    return [preference_row(pair) for pair in pairs]
+def _read_pairs(run: Path, reward: RewardConfig, labels: Sequence[str]) -> dict[str, list[Pair]]:
+    """Return the pairs of the run's reward model by config key, and those of the labels by their name.
+
+    All have one form: conversations if some are and the model has a chat template, else texts.
+    """
+    sources = {key: replace(source, share=None) for key, source in reward.sources().items() if key == TRAIN}
+    if reward.data.eval is not None:
+        sources[EVAL] = reward.sources()[EVAL]
+    for name in labels:
+        sources[name] = DataSource(str(run / LABELS_FOLDER / name), format=reward.data.format)
+    pairs = {key: data.preference_pairs(source, reads_system_texts=False).pairs for key, source in sources.items()}
+
+    are_texts = [isinstance(pair.prompt, str) for each in pairs.values() for pair in each]
+    if all(are_texts):
+        return pairs
+    parent = open_reference(reward, references(reward)[0])
+    has_template = bool(load_tokenizer(parent.model).chat_template)
+    return {key: [_in_form(pair, has_template=has_template) for pair in each] for key, each in pairs.items()}
 
 
-def _joined(old: Rows, new: Mapping[str, Rows]) -> Rows:
-    """Return the old pairs and the new ones; margins, which labels do not have, are left out and said."""
-    if any("margin" in row for row in old):
+def _in_form(pair: Pair, *, has_template: bool) -> Pair:
+    """Return a pair as a conversation for a chat template, else as texts."""
+    is_text = isinstance(pair.prompt, str)
+    if is_text != has_template:
+        return pair
+    return as_conversation(pair) if is_text else pair.as_text()
+
+
+def _training_rows(pairs: Mapping[str, list[Pair]]) -> list[dict[str, Any]]:
+    """Return the old pairs, and the new ones behind them; margins, which labels do not have, are left out."""
+    if any(pair.margin is not None for pair in pairs[TRAIN]):
         terminal.say("init     the margins of the old pairs are left out: the new ones have none")
-        old = [{name: value for name, value in row.items() if name != "margin"} for row in old]
-    return [*old, *(row for rows in new.values() for row in rows)]
+    joined = [pair for key, each in pairs.items() if key != EVAL for pair in each]
+    return [preference_row(replace(pair, margin=None)) for pair in joined]
 
 
 # Configs

@@ -10,8 +10,11 @@ import pytest
 import yaml
 from ppo_folder import PROMPTS, as_stage, fails, must_succeed, rlhf, write
 
-from rlhf_cli import jsonl, terminal
+from rlhf_cli import jsonl, runs, terminal
+from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
+from rlhf_cli.models.load import read_config
+from rlhf_cli.stages.common import model_loading, training_rows
 
 SIZES = {"total_episodes": 16, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "response_length": 6}
 
@@ -20,6 +23,11 @@ def pairs(prompt: Any = lambda text: text, answer: Any = lambda text: text, **ex
     """Return a pair of each prompt."""
     rows = zip(PROMPTS, reversed(PROMPTS), strict=True)
     return [{"prompt": prompt(p), "chosen": answer(f" yes {q}"), "rejected": answer(" no"), **extra} for p, q in rows]
+
+
+def transcripts(row: dict[str, Any]) -> dict[str, str]:
+    """Return a pair in the format of hh-rlhf."""
+    return {name: f"\n\nHuman: {row['prompt']}\n\nAssistant:{row[name]}" for name in ("chosen", "rejected")}
 
 
 def label_rows(prompts: list[Any], choice: str = "second") -> list[dict[str, Any]]:
@@ -140,10 +148,7 @@ def test_old_pairs_of_any_form_are_read_with_the_labels(run: Path, form: str) ->
     elif form == "margin":
         old = pairs(margin=0.5)
     elif form == "transcripts":
-        old = [
-            {name: f"\n\nHuman: {row['prompt']}\n\nAssistant:{row[name]}" for name in ("chosen", "rejected")}
-            for row in old
-        ]
+        old = [transcripts(row) for row in old]
         data = {"train": "pairs.jsonl", "format": "plain"}
     elif form == "split":
         data = {"train": "pairs.jsonl", "eval_fraction": 0.3, "split_seed": 1}
@@ -186,3 +191,43 @@ def test_c17_the_name_of_the_previous_policy_is_taken_once(run: Path) -> None:
     must_succeed(rlhf("check", "two", *required))
     result = rlhf("check", "two", *required, "-s", "models.previous=null")
     assert result.exit_code == 2 and "does not name a comparison of the report" in result.output
+
+
+def token_rows(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """Return the rows that the reward stage of a folder trains on."""
+    config = load("reward", folder / "reward.yaml")
+    parent = runs.open_parents(config)["model.path"]
+    tokenizer = model_loading.load_tokenizer(config, Options(), parent)
+    rows = training_rows.read_split(config, "train", tokenizer, read_config(parent.model))
+    return [(row["chosen_ids"], row["rejected_ids"]) for row in rows]
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+TALK = [{"role": "user", "content": "a?"}]
+TRANSCRIPT = "\n\nHuman: a?\n\nAssistant:"
+HH = [transcripts(row) for row in pairs()]
+
+
+@pytest.mark.parametrize(
+    ("template", "old", "form", "prompt"),
+    [
+        (None, HH, "auto", TRANSCRIPT),
+        (None, HH, "plain", TRANSCRIPT),
+        (TEMPLATE, HH, "auto", "a?"),
+        (TEMPLATE, pairs(), "turns", "a?"),
+        (TEMPLATE, pairs(), "auto", TALK),
+    ],
+)
+def test_old_pairs_keep_their_tokens_beside_labels_of_another_form(
+    tmp_path: Path, template: str | None, old: list[dict[str, Any]], form: str, prompt: Any
+) -> None:
+    run = tmp_path / "one"
+    run.mkdir()
+    chat_run.make(run, template=template)
+    jsonl.write_jsonl(run / "pairs.jsonl", old)
+    finish(run, {"train": "pairs.jsonl", "format": form})
+    write_labels(run, "people", label_rows([prompt]))
+    must_succeed(rlhf("init", "next", run, tmp_path / "two"))
+    before, after = token_rows(run), token_rows(tmp_path / "two")
+    assert after[:20] == before and len(after) == 21
