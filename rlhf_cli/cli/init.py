@@ -23,7 +23,7 @@ MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 o
 
 def init(
     preset: Annotated[str | None, argument("PRESET", PRESET_TEXT, completion.presets)] = None,
-    folder: Annotated[Path | None, argument("DIR", "Folder to create. next: the run to go on from.")] = None,
+    folder: Annotated[Path | None, argument("DIR", "Folder to create. next: the finished run.")] = None,
     target: Annotated[Path | None, argument("NEW", "next: folder to create.")] = None,
     list_: Annotated[bool, flag("--list", "List the presets.")] = False,
     seed: Annotated[int, option("--seed", "N", "Random seed of the generated data and configs.", min=0)] = 0,
@@ -41,7 +41,7 @@ def init(
     trl: Annotated[str | None, typer.Option("--trl", metavar="0.11|1.12", hidden=True)] = None,
     debug: Debug = False,
 ) -> None:
-    """Create a run folder from a preset, from your preference pairs, or as the next round of a run."""
+    """Create a run folder from a preset, from pairs, or from a run."""
     from rlhf_cli.commands.init import presets
 
     for_preferences = {

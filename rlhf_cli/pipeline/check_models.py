@@ -18,6 +18,7 @@ from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.models import build, load, lora, row_trial, tokenizers
+from rlhf_cli.models.initial import check_initial
 from rlhf_cli.pipeline.check_report import CheckReport, StageCheck
 from rlhf_cli.ppo.rollout import uses_cache
 from rlhf_cli.rewards import trial
@@ -27,7 +28,6 @@ from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key, is_scorer_key
 from rlhf_cli.stages.common import (
     batch_sizes,
-    initial_model,
     machine,
     model_loading,
     reading,
@@ -127,7 +127,7 @@ class StageValidator:
             if start.parent and model_config is not None:
                 if isinstance(config, RewardConfig):
                     trainable_model.check_can_sample(config, model_config)
-                    initial_model.check_initial(config, self.options, stage.parents)
+                    check_initial(config, self.options, stage.parents)
                 lora.check_adapters(config, model_config)
             if start.parent and start.tokenizer:
                 if isinstance(config, SFTConfig):
@@ -166,7 +166,7 @@ class StageValidator:
         start = self._check_policies(stage)
         build_reward_fns = partial(reward_sources.build_reward_fns, load_models=False)
         reward_fns = self.report.attempt(build_reward_fns, config, self.options, stage.parents) or {}
-        self.report.attempt(initial_model.check_initial, config, self.options, stage.parents)
+        self.report.attempt(check_initial, config, self.options, stage.parents)
         self.report.attempt(setup.check_hub_push, config, stage.parents.get("models.sft"))
         if not stage.finished:
             self.report.attempt(reward_card.check_required, config, stage.parents)

@@ -25,6 +25,7 @@ from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.evaluation.reward_probes import POLITE_ANSWER
 from rlhf_cli.models import build, devices, load, lora, row_trial, save
 from rlhf_cli.models.batch import Prompts, right_pad
+from rlhf_cli.models.initial import check_initial, find_initial
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
@@ -33,7 +34,6 @@ from rlhf_cli.runs.report import RewardModelCard
 from rlhf_cli.stages.common import (
     batch_sizes,
     held_out,
-    initial_model,
     lifecycle,
     model_loading,
     scoring,
@@ -127,7 +127,7 @@ def load_tokenizer_and_models(
 ) -> tuple[Any, Any, Any]:
     """Load the tokenizer, the model to train, and with LoRA the SFT model on the same weights, to sample from.
 
-    The model to train goes on from model.start if that is set, with its head.
+    The model to train is model.start if that is set, with its head.
 
     The SFT model is None if training changes these weights (without adapters, or to 4 bits), or if it is not needed.
     Raises RLHFError C07, C17, M01-M03, M06-M08, M10, T04, T05.
@@ -137,8 +137,8 @@ def load_tokenizer_and_models(
     with at_location(config.where(parent.key)):
         model_config = load.read_init_config(parent.model, options.trust_remote_code)
         trainable_model.check_can_sample(config, model_config)
-    initial_model.check_initial(config, options, parents)
-    initial = initial_model.find_initial(config, parents)
+    check_initial(config, options, parents)
+    initial = find_initial(config, parents)
 
     adapters = config.model.adapters
     shares = adapters is not None and adapters.kind == "lora" and config.reward.normalize == "sft"

@@ -1,6 +1,6 @@
 """Write the folder of a run's next round: `rlhf init next RUN DIR`.
 
-Its reward model and its policy go on from those of the run, on the run's pairs and the new labels; the reference stays
+Its reward model and its policy start from those of the run, on the run's pairs and the new labels; the reference stays
 the run's SFT model, and the evaluation compares with the policy before. Nothing of the run is written.
 """
 
@@ -134,9 +134,9 @@ def _in_form(pair: Pair, *, has_template: bool) -> Pair:
 
 
 def _training_rows(pairs: Mapping[str, list[Pair]]) -> list[dict[str, Any]]:
-    """Return the old pairs, and the new ones behind them; margins, which labels do not have, are left out."""
+    """Return the old pairs, and the new ones behind them; margins, which labels do not have, are omitted."""
     if any(pair.margin is not None for pair in pairs[TRAIN]):
-        terminal.say("init     the margins of the old pairs are left out: the new ones have none")
+        terminal.say("init     the margins of the old pairs are omitted: the new ones have none")
     joined = [pair for key, each in pairs.items() if key != EVAL for pair in each]
     return [preference_row(replace(pair, margin=None)) for pair in joined]
 

@@ -13,11 +13,12 @@ from rlhf_cli.config.ppo import PPOConfig, PPOSettings, check_num_shared_layers
 from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.models import compiled, devices, hub, load, lora, row_trial, sharding
 from rlhf_cli.models.batch import StopTokenId, stop_ids
+from rlhf_cli.models.initial import check_initial, find_initial
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages.common import initial_model, machine, model_loading, scoring
+from rlhf_cli.stages.common import machine, model_loading, scoring
 from rlhf_cli.stages.common.shared_base import SharedBaseModels
 from rlhf_cli.stages.ppo import prompt_rows, reward_sources, rollout_engine
 
@@ -65,7 +66,7 @@ def load_components(
     # What is checked before a model is loaded.
     check_hub_push(config, sft)
     model_loading.check_same_tokenization(config, options, parents)
-    initial_model.check_initial(config, options, parents)
+    check_initial(config, options, parents)
     reward_fns = reward_sources.build_reward_fns(config, options, parents)
 
     # Policy and reference.
@@ -149,7 +150,7 @@ def _load_policy_models(
     Raises RLHFError C06, C07, C17, M01-M08.
     """
     sft = parents["models.sft"]
-    initial = initial_model.find_initial(config, parents)
+    initial = find_initial(config, parents)
     settings = machine.settings_for_this_machine(config.ppo)
     adapters = config.models.adapters
     bf16 = bool(settings.bf16)

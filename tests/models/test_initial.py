@@ -1,4 +1,4 @@
-"""`models.policy` and `model.start`: PPO and the reward model go on from those of an earlier round."""
+"""`models.policy` and `model.start`: PPO and the reward model start from those of an earlier round."""
 
 import json
 import shutil
