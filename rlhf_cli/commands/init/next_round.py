@@ -149,7 +149,8 @@ def _write_config(config: Config, configs: Mapping[str, Config], scratch: Path, 
     tree = _moved_tree(config, configs, folder)
     before = {stage: os.path.relpath(configs[stage].folder, folder) for stage in REQUIRED}
     if config.stage == "reward":
-        tree["model"] = {**tree["model"], "start": before["reward"]}
+        first = {"path": tree["model"]["path"], "start": before["reward"]}
+        tree["model"] = {**first, **tree["model"], **first}
         tree["data"] = _data_of_round(tree["data"])
     elif config.stage == "ppo":
         first = {"sft": tree["models"]["sft"], "policy": before["ppo"]}
