@@ -215,6 +215,7 @@ HH = [transcripts(row) for row in pairs()]
         (None, HH, "auto", TRANSCRIPT),
         (None, HH, "plain", TRANSCRIPT),
         (TEMPLATE, HH, "auto", "a?"),
+        (TEMPLATE, HH, "plain", TRANSCRIPT),
         (TEMPLATE, pairs(), "turns", "a?"),
         (TEMPLATE, pairs(), "auto", TALK),
     ],
