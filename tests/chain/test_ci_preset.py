@@ -211,6 +211,7 @@ def rounds(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_round_is_judged_against_sft_and_the_policy_before(rounds: Path) -> None:
     report = json.loads((rounds / "straight/eval/report.json").read_text())
@@ -226,6 +227,7 @@ def test_a_round_is_judged_against_sft_and_the_policy_before(rounds: Path) -> No
     assert "PPO over previous" in page
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_round_that_was_killed_in_ppo_ends_in_the_same_bytes(rounds: Path) -> None:
     for stage in ("reward", "ppo"):
@@ -235,6 +237,7 @@ def test_a_round_that_was_killed_in_ppo_ends_in_the_same_bytes(rounds: Path) -> 
     assert straight | {"warnings": []} == killed | {"warnings": []}  # they name the folder
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_round_of_another_policy_is_made_again(rounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("run", "straight"):
