@@ -17,12 +17,14 @@ ADAPTERS_TEXT = "Adapters of a large model: none, lora, qlora, or auto, what fit
 GPU_TEXT = "GPU that will run a large model, by name (h100, 4090) or GiB. Default: this machine."
 BASELINES_TEXT = "Also write dpo.yaml and best_of/sft.yaml: DPO and best-of-n SFT, to compare PPO with."
 BALANCE_TEXT = "preferences: drop pairs until length does not tell the chosen answer."
+LABELS_TEXT = "next: labels to train on, from RUN/labels/NAME,... Default: all but those of --compare."
 MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
 
 
 def init(
     preset: Annotated[str | None, argument("PRESET", PRESET_TEXT, completion.presets)] = None,
-    folder: Annotated[Path | None, argument("DIR", "Folder to create.")] = None,
+    folder: Annotated[Path | None, argument("DIR", "Folder to create. next: the finished run.")] = None,
+    target: Annotated[Path | None, argument("NEW", "next: folder to create.")] = None,
     list_: Annotated[bool, flag("--list", "List the presets.")] = False,
     seed: Annotated[int, option("--seed", "N", "Random seed of the generated data and configs.", min=0)] = 0,
     data: Annotated[str | None, option("--data", "PAIRS", DATA_TEXT)] = None,
@@ -34,11 +36,12 @@ def init(
     adapters: Annotated[str | None, option("--adapters", "KIND", ADAPTERS_TEXT)] = None,
     gpu: Annotated[str | None, option("--gpu", "NAME|GIB", GPU_TEXT)] = None,
     baselines: Annotated[bool, flag("--baselines", BASELINES_TEXT)] = False,
+    labels: Annotated[str | None, option("--labels", "NAMES", LABELS_TEXT)] = None,
     from_trl: Annotated[Path | None, typer.Option("--from-trl", metavar="FILE", hidden=True)] = None,
     trl: Annotated[str | None, typer.Option("--trl", metavar="0.11|1.12", hidden=True)] = None,
     debug: Debug = False,
 ) -> None:
-    """Create a run folder from a preset, or from your preference pairs."""
+    """Create a run folder from a preset, from pairs, or from a run."""
     from rlhf_cli.commands.init import presets
 
     for_preferences = {
@@ -50,6 +53,13 @@ def init(
         has_others = bool(folder is not None or used or adapters or gpu or seed or baselines)
         _convert_by_old_name(preset, from_trl, trl, has_others=has_others)
         return
+    if preset == "next":
+        has_others = bool(used or adapters or gpu or seed or baselines)
+        _init_next(folder, target, labels, has_others=has_others)
+        return
+    if target is not None or labels is not None:
+        text = f"{'--labels' if labels else target} belongs to `rlhf init next RUN DIR`"
+        raise RLHFError("C11", text, hint="remove it")
     if list_:
         rows = [[name, each.description] for name, each in presets.PRESETS.items()]
         terminal.table(["preset", "what it is"], rows)
@@ -81,6 +91,16 @@ def init(
     if preset in presets.PRESETS and used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")
     presets.init(preset, folder, seed=seed, adapters=adapters, gpu=gpu, baselines=baselines)
+
+
+def _init_next(run: Path | None, folder: Path | None, labels: str | None, *, has_others: bool) -> None:
+    """Run `rlhf init next RUN DIR`."""
+    from rlhf_cli.commands.init import next_round
+
+    if run is None or folder is None or has_others:
+        text = "next takes the folder of a run and the one to create, and no other option than --labels"
+        raise RLHFError("C11", text, hint="rlhf init next runs/round1 runs/round2")
+    next_round.init(run, folder, labels.split(",") if labels else [])
 
 
 def _convert_by_old_name(folder: str | None, file: Path | None, version: str | None, *, has_others: bool) -> None:

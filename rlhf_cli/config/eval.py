@@ -28,6 +28,7 @@ class EvalModels(Section):
     ppo: ModelPath = "RUN/ppo"
     reward: ModelPath | None = "RUN/reward"
     base: ModelPath | None = None
+    previous: ModelPath | None = None
     dtype: Dtype = "auto"
     attn_implementation: str | None = None
 
@@ -160,6 +161,13 @@ class EvalConfig(Config):
     eval: EvalSettings = Field(default_factory=EvalSettings)
 
     @model_validator(mode="after")
+    def _check_previous(self) -> Self:
+        if self.models.previous and "previous" in self.policies:
+            text = "policies.previous: the name is that of models.previous"
+            raise invalid(text, "rename the policy, or remove models.previous", "policies.previous")
+        return self
+
+    @model_validator(mode="after")
     def _check_judges(self) -> Self:
         judges = set(self.judges)
         if self.models.reward is not None:
@@ -212,8 +220,9 @@ class EvalConfig(Config):
 
     def _check_required(self, key: str, judges: set[str]) -> None:
         """Refuse a key of `eval.require` for which the report will have no value."""
-        policies = {"ppo", "sft", *self.policies}
-        pairs = {f"{name}_vs_sft" for name in self.policies}
+        others = [*self.policies, "previous"] if self.models.previous else list(self.policies)
+        policies = {"ppo", "sft", *others}
+        pairs = {f"{name}_vs_sft" for name in others}
         if self.models.base:
             policies.add("base")
             pairs.add("sft_vs_base")

@@ -144,6 +144,7 @@ class PPOModelSettings(Section):
     """Models of PPO. RUN is the run folder."""
 
     sft: ModelPath = "RUN/sft"
+    policy: ModelPath | None = None
     reward: ModelPath = "RUN/reward"
     value: Annotated[str, PathField("value", VALUE_KEYWORDS)] = "reward"
     revision: str | None = None
@@ -294,22 +295,23 @@ SIGNALS: tuple[Signal, ...] = get_args(Signal)
 SIGNAL_MESSAGES: dict[Signal, str] = {
     "judge": "the mean of the held-out judge `{source}` is {reading:.4g}, its best was {reference:.4g}; "
     "limit: {limit:g} standard errors",
-    "disagreement": "the standard deviation between the members of `{source}` is {reading:.4g}, on the SFT policy's "
-    "responses {reference:.4g}; limit: {limit:g} times that",
+    "disagreement": "the standard deviation between the members of `{source}` is {reading:.4g}, on the initial "
+    "policy's responses {reference:.4g}; limit: {limit:g} times that",
     "kl": "KL to the SFT policy is {reading:.4g} nats per token; limit: {limit:g}",
-    "length": "the mean response length is {reading:.4g} tokens, the SFT policy's {reference:.4g}; limit: a factor of "
-    "{limit:g}",
-    "repetition": "{reading:.1%} of the 3-grams are repeated, the SFT policy's {reference:.1%}; limit: +{limit:.1%}",
-    "eos": "{reading:.1%} of the responses have a stop token, of the SFT policy's {reference:.1%}; limit: {limit:.1%} "
-    "less",
+    "length": "the mean response length is {reading:.4g} tokens, the initial policy's {reference:.4g}; limit: a factor "
+    "of {limit:g}",
+    "repetition": "{reading:.1%} of the 3-grams are repeated, the initial policy's {reference:.1%}; limit: "
+    "+{limit:.1%}",
+    "eos": "{reading:.1%} of the responses have a stop token, of the initial policy's {reference:.1%}; limit: "
+    "{limit:.1%} less",
 }
 
 
 class WatchdogSettings(Section):
     """Limit of each signal (null: not watched), and the action if it is exceeded.
 
-    A reading is the mean over the responses of the last `window` updates. It is compared with the SFT policy, that is,
-    with the responses of the first update.
+    A reading is the mean over the responses of the last `window` updates. It is compared with the initial policy,
+    that is, with the responses of the first update.
     """
 
     action: Action = "warn"

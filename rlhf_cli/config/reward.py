@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat
 
+from rlhf_cli.config.base import ModelPath
 from rlhf_cli.config.machinery.section import AtLeastTwo
-from rlhf_cli.config.sections import PairConfig, TrainerSettings
+from rlhf_cli.config.sections import PairConfig, RewardModel, TrainerSettings
 
 SAMPLING_BATCH_SIZE = 64  # answers that are sampled at a time for reward.normalize
 
@@ -19,9 +20,16 @@ class RewardSettings(TrainerSettings):
     normalize_samples: AtLeastTwo = 256
 
 
+class RoundRewardModel(RewardModel):
+    """Initial model of reward training: the SFT model, or in a further round a reward model."""
+
+    start: ModelPath | None = None
+
+
 class RewardConfig(PairConfig):
     """reward.yaml: reward modelling."""
 
     stage: Literal["reward"] = "reward"
+    model: RoundRewardModel = Field(default_factory=RoundRewardModel)
     reward: RewardSettings = Field(default_factory=RewardSettings)
     trainer: dict[str, Any] = Field(default_factory=dict)

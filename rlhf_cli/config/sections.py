@@ -173,7 +173,7 @@ class SFTModel(_ModelKeys):
 
 
 class RewardModel(_ModelKeys):
-    """Initial model of reward training."""
+    """Initial model of reward training and DPO."""
 
     path: ModelPath = "RUN/sft"
 

@@ -9,7 +9,7 @@ from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.runs.report import JudgeMean, PolicyScores, SampledResults, WinRate, WinRates
 
 Scores = Sequence[float]  # one per prompt
-# Compared if both were evaluated; each policy of `policies` is also compared with SFT and PPO.
+# Compared if both were evaluated; models.previous and each of `policies` are also compared with SFT and PPO.
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
 
 

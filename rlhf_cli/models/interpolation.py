@@ -20,7 +20,7 @@ def interpolate(policy: Any, sft: Any, share: float) -> None:
 
     Weights that are tied are one parameter, which is moved once.
     """
-    require_same_weights(policy, sft)
+    _refuse(compare_weights(policy, sft))
     for weight, start in zip(policy.parameters(), sft.parameters(), strict=True):
         start = start.to(weight.device, torch.float32)
         weight.copy_(torch.lerp(start, weight.float(), share))
@@ -32,22 +32,32 @@ def scales_exactly(policy: Parent) -> bool:
     return adapter is not None and not adapter.get("use_dora")
 
 
-def require_same_weights(policy: Any, sft: Any) -> None:
-    """Raise RLHFError C17 if two models differ in the names or shapes of their weights."""
+def compare_weights(policy: Any, sft: Any) -> str | None:
+    """Return the first difference of a policy in the names or shapes of its weights, None if there is none."""
     ours = {name: list(weight.shape) for name, weight in policy.named_parameters()}
     theirs = {name: list(weight.shape) for name, weight in sft.named_parameters()}
     for name in {**theirs, **ours}:
         own = ours.get(name, "missing")
         other = theirs.get(name, "missing")
         if own != other:
-            text = "a policy with other weights than the SFT model cannot be interpolated: "
-            text += f"{name} is {own}, in the SFT model {other}"
-            hint = "only a policy that was trained from this SFT model can be interpolated"
-            raise RLHFError("C17", text, hint=hint)
+            return f"{name} is {own}, in the SFT model {other}"
+    return None
+
+
+def compare_configs(policy: Parent, sft: Parent, trust_remote_code: bool) -> str | None:
+    """Return the result of `compare_weights` for two folders; reads their configs only."""
+    configs = [load.read_config(parent.model, trust_remote_code) for parent in (policy, sft)]
+    options = {"trust_remote_code": trust_remote_code}
+    return compare_weights(*(build.empty_model(AutoModelForCausalLM, config, **options) for config in configs))
 
 
 def check_interpolation(policy: Parent, sft: Parent, trust_remote_code: bool) -> None:
     """Raise RLHFError C17 if two models differ in their weights; reads their configs only."""
-    configs = [load.read_config(parent.model, trust_remote_code) for parent in (policy, sft)]
-    options = {"trust_remote_code": trust_remote_code}
-    require_same_weights(*(build.empty_model(AutoModelForCausalLM, config, **options) for config in configs))
+    _refuse(compare_configs(policy, sft, trust_remote_code))
+
+
+def _refuse(difference: str | None) -> None:
+    if difference:
+        text = f"a policy with other weights than the SFT model cannot be interpolated: {difference}"
+        hint = "only a policy that was trained from this SFT model can be interpolated"
+        raise RLHFError("C17", text, hint=hint)

@@ -81,13 +81,18 @@ def check_adapters(config: TRLConfig | PPOConfig, model_config: Any) -> None:
         return
 
     where = config.where(f"{key}.target_modules")
-    is_classifier = build.is_classifier(model_config)
-    from_config = build.reward_model_from_config if is_classifier else build.causal_lm_from_config
     with at_location(where):
-        empty = from_config(copy.deepcopy(model_config))  # which may write its dtype into the config
+        empty = _empty_model(model_config)
         target_modules(empty, settings, key)
     if settings.target_modules == "all-linear":
         _report_reach(empty, key, where, four_bits=settings.kind == "qlora")
+
+
+def _empty_model(model_config: Any) -> Any:
+    """Return a model of a transformers config without weights."""
+    is_classifier = build.is_classifier(model_config)
+    from_config = build.reward_model_from_config if is_classifier else build.causal_lm_from_config
+    return from_config(copy.deepcopy(model_config))  # which may write its dtype into the config
 
 
 def _report_reach(model: Any, key: str, where: str, *, four_bits: bool) -> None:
@@ -380,6 +385,17 @@ def scale_adapters(model: Any, share: float) -> None:
 def merge_and_unload(model: Any) -> Any:
     """Return the transformers model with a peft model's adapters merged; any other model is returned unchanged."""
     return model.merge_and_unload() if is_peft_model(model) else model
+
+
+def compare_settings(folder: Path, settings: LoRA, model_config: Any, key: str) -> dict[str, tuple[Any, Any]]:
+    """Return the differences of the adapter in `folder`: by name, its value and that of `settings`.
+
+    `model_config` is of the base, `key` the config key of `settings`.
+    """
+    stored = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    wanted = {name: getattr(settings, name) for name in TRUSTED_FIELDS}
+    wanted["target_modules"] = target_modules(_empty_model(model_config), settings, key)
+    return {name: (stored[name], value) for name, value in wanted.items() if stored[name] != value}
 
 
 def load_adapter_weights(peft_model: Any, folder: Path) -> None:

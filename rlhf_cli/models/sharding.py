@@ -341,13 +341,23 @@ def clone_sharing_weights(model: Any) -> Any:
 def share_layers(policy: Any, ref: Any, count: int) -> None:
     """Freeze the embeddings and first `count` layers of `policy`, and replace those of `ref` by them.
 
+    Raises ValueError as `layers_to_share`.
+    """
+    for parent, name, module in layers_to_share(policy, ref, count):
+        setattr(parent, name, module.requires_grad_(False))
+    ref.tie_weights()
+
+
+def layers_to_share(policy: Any, ref: Any, count: int) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return the modules of `ref` to replace: the module around it, its name there, and its twin of `policy`.
+
     Raises ValueError if no layer of `policy` remains to be trained, or if the shared weights differ.
     """
     layers = decoder_layers(policy)
     if count >= len(layers):
         raise ValueError(f"num_shared_layers {count} of {len(layers)} layers leaves none to train")
 
-    shared: list[tuple[nn.Module, str, nn.Module]] = []  # module of the reference, name of its child, that child's twin
+    shared: list[tuple[nn.Module, str, nn.Module]] = []
     ref_stack = _layer_stack(ref)
     for name, child in _layer_stack(policy).named_children():
         if isinstance(child, nn.Embedding):
@@ -359,9 +369,7 @@ def share_layers(policy: Any, ref: Any, count: int) -> None:
     for parent, name, module in shared:
         if not _equal(module, getattr(parent, name)):
             raise ValueError("policy and reference differ in the layers that num_shared_layers would have them share")
-    for parent, name, module in shared:
-        setattr(parent, name, module.requires_grad_(False))
-    ref.tie_weights()
+    return shared
 
 
 def _equal(first: nn.Module, second: nn.Module) -> bool:

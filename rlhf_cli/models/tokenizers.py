@@ -263,10 +263,11 @@ def check_same_tokenization(
     parents: Mapping[str, Parent],
     where: Callable[[str], str],
     *,
+    first: str = "models.sft",
     trust_remote_code: bool,
     template_variables: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise RLHFError T04 or T05 at `where(key)` if a parent's token ids differ from those of `models.sft`.
+    """Raise RLHFError T04 or T05 at `where(key)` if a parent's token ids differ from those of the one at `first`.
 
     `template_variables` are written into the templates of models that were not trained here.
     """
@@ -282,7 +283,7 @@ def check_same_tokenization(
         folders = first.model, first.sha256, second.model, second.sha256
         return _difference(*folders, trust_remote_code) if complete else None
 
-    check = partial(runs.check_same_tokenizer, parents["models.sft"], foreign=foreign, difference=difference)
+    check = partial(runs.check_same_tokenizer, parents[first], foreign=foreign, difference=difference)
     collect_errors(*(partial(check, parent, where=where(key)) for key, parent in parents.items()))
 
 

@@ -19,6 +19,7 @@ from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.judges import costs
 from rlhf_cli.models import build, load, lora, row_trial, tokenizers
+from rlhf_cli.models.initial import check_initial
 from rlhf_cli.pipeline.check_report import CheckReport, StageCheck
 from rlhf_cli.ppo.rollout import uses_cache
 from rlhf_cli.rewards import trial
@@ -26,7 +27,15 @@ from rlhf_cli.rewards.results import RewardFormError
 from rlhf_cli.rewards.signature import RewardFn
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key, is_scorer_key
-from rlhf_cli.stages.common import batch_sizes, machine, model_loading, reading, scoring, trainable_model, training_rows
+from rlhf_cli.stages.common import (
+    batch_sizes,
+    machine,
+    model_loading,
+    reading,
+    scoring,
+    trainable_model,
+    training_rows,
+)
 from rlhf_cli.stages.eval import evaluation_inputs, pairwise_judges
 from rlhf_cli.stages.ppo import prompt_rows, reward_judges, reward_sources, setup
 
@@ -92,6 +101,8 @@ class StageValidator:
 
         rows = self._read_rows(stage, "data.train", partial(read, "train"))
         held_out = self._read_rows(stage, "data.eval", partial(read, "eval"))
+        if isinstance(config, RewardConfig):
+            self._check_reward_models(stage, start.tokenizer)
         if isinstance(config, SFTConfig) and config.best_of:
             self._check_best_of(stage, config.best_of, start, rows, held_out)
         if rows is not None:
@@ -117,6 +128,7 @@ class StageValidator:
             if start.parent and model_config is not None:
                 if isinstance(config, RewardConfig):
                     trainable_model.check_can_sample(config, model_config)
+                    check_initial(config, self.options, stage.parents)
                 lora.check_adapters(config, model_config)
             if start.parent and start.tokenizer:
                 if isinstance(config, SFTConfig):
@@ -155,6 +167,7 @@ class StageValidator:
         start = self._check_policies(stage)
         build_reward_fns = partial(reward_sources.build_reward_fns, load_models=False)
         reward_fns = self.report.attempt(build_reward_fns, config, self.options, stage.parents) or {}
+        self.report.attempt(check_initial, config, self.options, stage.parents)
         self.report.attempt(setup.check_hub_push, config, stage.parents.get("models.sft"))
         if not stage.finished:
             self.report.attempt(reward_card.check_required, config, stage.parents)

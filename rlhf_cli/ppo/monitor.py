@@ -135,7 +135,8 @@ class Watchdog:
 
     Reward hacking shows in signals that worsen while the reward looks fine, by the limits of `settings.watchdog`. A
     reading is the mean over the responses of the last `window` updates. Its reference is the first update, whose
-    responses are the SFT policy's; for a held-out judge (a reward source of weight 0, in `judges`) its best reading.
+    responses are the initial policy's; for a held-out judge (a reward source of weight 0, in `judges`) its best
+    reading.
     """
 
     def __init__(self, settings: PPOSettings, judges: Sequence[str]) -> None:

@@ -97,8 +97,9 @@ def _sft(run: Run) -> Iterator[Finding]:
     yield from _ended(run, overfit=is_overfit)
 
     repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]
-    # PPO's first update is written by the SFT policy.
-    if len(repetition) >= FEWEST and repetition[0] - noise(repetition) > REPEATED:
+    # PPO's first update is written by the SFT policy, in a further round by models.policy.
+    is_by_sft = run.stages["ppo"].setting("models.policy") is None
+    if is_by_sft and len(repetition) >= FEWEST and repetition[0] - noise(repetition) > REPEATED:
         yield _finding("repetition", share=percent(repetition[0]), limit=percent(REPEATED))
 
 

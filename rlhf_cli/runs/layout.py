@@ -18,6 +18,7 @@ REPORT_PAGE = "report.html"  # written from existing files at any time; not part
 SNAPSHOTS = "snapshots"  # folder of a PPO run with the policies saved during training
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+LABELS_FOLDER = "labels"  # of a run: what `rlhf label` writes
 MERGED = "merged"  # folder of the merged model's config.json; at the top level it would indicate full weights
 
 

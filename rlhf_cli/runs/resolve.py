@@ -61,11 +61,13 @@ def references(config: Config) -> list[Reference]:
 
 
 def _references_of_training(config: TRLConfig) -> list[Named]:
-    """Return the model that SFT, the reward model or DPO starts from, and the scorer of best-of-n SFT."""
+    """Return the models that SFT, the reward model or DPO starts from, and the scorer of best-of-n SFT."""
     expect = ("sft", "ppo", "dpo") if config.stage == "sft" else ("sft",)
     found: list[Named] = [("model.path", config.model.path, expect, config.model.revision)]
     if isinstance(config, SFTConfig) and config.best_of:
         found.append(("best_of.reward", config.best_of.reward, ("reward",), None))
+    if isinstance(config, RewardConfig):
+        found.append(("model.start", config.model.start, ("reward",), None))
     return found
 
 
@@ -76,6 +78,7 @@ def _references_of_evaluation(config: EvalConfig) -> list[Named]:
         ("models.ppo", models.ppo, ("ppo", "dpo"), None),
         ("models.reward", models.reward, ("reward",), None),
         ("models.base", models.base, POLICY_STAGES, None),
+        ("models.previous", models.previous, POLICY_STAGES, None),
     ]
     found += [(f"policies.{name}", path, POLICY_STAGES, None) for name, path in config.policies.items()]
     for name, judge in config.judges.items():
@@ -96,7 +99,10 @@ def _references_of_ppo(config: PPOConfig) -> list[Named]:
         scorers |= {f"rewards.{name}.models.{member}": path for member, path in source.models.items()}
         scorers[f"rewards.{name}.pipeline"] = source.pipeline
 
-    found: list[Named] = [("models.sft", models.sft, ("sft",), models.revision)]
+    found: list[Named] = [
+        ("models.sft", models.sft, ("sft",), models.revision),
+        ("models.policy", models.policy, POLICY_STAGES, None),
+    ]
     found += [(key, path, ("reward",), None) for key, path in scorers.items()]
     return found
 
@@ -353,7 +359,7 @@ def _selected(ppo: Parent, report: Report | None) -> int:
     return report.selected_step
 
 
-POLICY_KEYS = ("model.path", "models.sft", "models.ppo", "models.base")
+POLICY_KEYS = ("model.path", "models.sft", "models.policy", "models.ppo", "models.base", "models.previous")
 
 
 def is_policy_key(key: str) -> bool:

@@ -25,6 +25,7 @@ from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.evaluation.reward_probes import POLITE_ANSWER
 from rlhf_cli.models import build, devices, load, lora, row_trial, save
 from rlhf_cli.models.batch import Prompts, right_pad
+from rlhf_cli.models.initial import check_initial, find_initial
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
@@ -126,14 +127,18 @@ def load_tokenizer_and_models(
 ) -> tuple[Any, Any, Any]:
     """Load the tokenizer, the model to train, and with LoRA the SFT model on the same weights, to sample from.
 
+    The model to train is model.start if that is set, with its head.
+
     The SFT model is None if training changes these weights (without adapters, or to 4 bits), or if it is not needed.
-    Raises RLHFError C07, C17, M01-M03, M06-M08, M10, T05.
+    Raises RLHFError C07, C17, M01-M03, M06-M08, M10, T04, T05.
     """
     parent = parents["model.path"]
     tokenizer = model_loading.load_tokenizer(config, options, parent)
     with at_location(config.where(parent.key)):
         model_config = load.read_init_config(parent.model, options.trust_remote_code)
         trainable_model.check_can_sample(config, model_config)
+    check_initial(config, options, parents)
+    initial = find_initial(config, parents)
 
     adapters = config.model.adapters
     shares = adapters is not None and adapters.kind == "lora" and config.reward.normalize == "sft"
@@ -143,7 +148,7 @@ def load_tokenizer_and_models(
         load.load_causal_lm if shares else load.init_reward_model,
         config,
         options,
-        parent,
+        parent if adapters or initial is None else initial,
         tokenizer,
         bf16_matrices=bf16_base,
     )
@@ -160,6 +165,8 @@ def load_tokenizer_and_models(
 
     row_trial.require_rows_alone(model, config.where(parent.key))
     trained = lora.prepare_for_training(config, parent, model, tokenizer)
+    if adapters and initial:
+        lora.load_adapter_weights(trained, initial.model)
     trained.config.reward_at_stop_token = True  # where its scores are read, also of a copy without the stage's manifest
     return tokenizer, trained, sft_model
 

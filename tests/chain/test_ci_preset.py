@@ -3,9 +3,12 @@
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import canaries
@@ -13,9 +16,13 @@ import pytest
 import run_cli
 from bad_inputs import replace
 from canaries import PICKLES, is_pickle, leaks
+from chaos.fingerprint import differences, fingerprint
 from run_cli import must_succeed
 
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.pipeline import children
+from rlhf_cli.ppo.experience import Stats
+from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.report.show import brief
 
 STAGES = ["sft", "reward", "ppo", "eval"]
@@ -156,3 +163,89 @@ def planned(*arguments: str) -> dict[str, str]:
     """The plan of `rlhf run` for each stage."""
     result = must_succeed(run_cli.rlhf("run", *arguments, "--dry-run"))
     return dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+
+
+# The next round
+
+
+def in_run_folder(folder: Path, *, killed_at: int | None = None) -> Callable[[], None]:
+    """Return what a fork does first: stages run in it, and it is killed in an update of PPO."""
+
+    def prepare() -> None:
+        os.chdir(folder)
+        tempfile.tempdir = None
+        children.run_child = run_cli.child_here
+        if killed_at is not None:
+            real = PPOTrainer.step
+
+            def step(trainer: PPOTrainer, prompts: Prompts) -> Stats:
+                if trainer.updates == killed_at - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(trainer, prompts)
+
+            PPOTrainer.step = step
+
+    return prepare
+
+
+@pytest.fixture(scope="module")
+def rounds(folder: Path) -> Path:
+    """The folder with two finished next rounds of the run: straight/, and killed/ whose PPO was killed in update 2."""
+    home = folder / "home"
+    judge = "def short(prompts, responses):\n    return [-len(each) for each in responses]\n"
+    (folder / "run/judge.py").write_text(judge)
+    begin = in_run_folder(folder)
+    must_succeed(canaries.rlhf(home, "label", "run", "--by", "judge:short", "--n", "30", before=begin))
+    before = fingerprint(folder / "run")
+    for name in ("straight", "killed"):
+        must_succeed(canaries.rlhf(home, "init", "next", "run", name, before=begin))
+        replace(str(folder / name / "reward.yaml"), "max_steps: 60", "max_steps: 20")
+        replace(str(folder / name / "eval.yaml"), "n: 32", "n: 16")
+
+    must_succeed(canaries.rlhf(home, "run", "straight", before=begin))
+    killed = canaries.rlhf(home, "run", "killed", before=in_run_folder(folder, killed_at=2))
+    assert killed.returncode == -signal.SIGKILL and not (folder / "killed/ppo/manifest.json").exists()
+    again = must_succeed(canaries.rlhf(home, "run", "killed", before=begin))
+    assert stage_lines(again)["ppo"] == "resumes at step 1" and "up to date" in stage_lines(again)["reward"]
+    assert fingerprint(folder / "run") == before
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.training
+def test_a_round_is_judged_against_sft_and_the_policy_before(rounds: Path) -> None:
+    report = json.loads((rounds / "straight/eval/report.json").read_text())
+    assert {"ppo_vs_sft", "ppo_vs_previous", "previous_vs_sft"} == report["win_rate"].keys()
+    first = json.loads((rounds / "run/ppo/manifest.json").read_text())
+    ppo = json.loads((rounds / "straight/ppo/manifest.json").read_text())
+    assert ppo["parents"]["models.policy"] == {"path": "../../run/ppo", "stage": "ppo", "sha256": first["model_sha256"]}
+    assert ppo["parents"]["models.sft"] == first["parents"]["models.sft"] | {"path": "../../run/sft"}
+
+    updates = [json.loads(line) for line in (rounds / "straight/ppo/metrics.jsonl").read_text().splitlines()]
+    assert updates[0]["policy/first_ratio_error"] == 0 and updates[0]["objective/kl_k1"] != 0
+    page = (rounds / "straight/eval/report.html").read_text()
+    assert "PPO over previous" in page
+
+
+@pytest.mark.slow
+@pytest.mark.training
+def test_a_round_that_was_killed_in_ppo_ends_in_the_same_bytes(rounds: Path) -> None:
+    for stage in ("reward", "ppo"):
+        straight, killed = (fingerprint(rounds / name / stage) for name in ("straight", "killed"))
+        assert differences(straight, killed) == [], stage
+    straight, killed = (json.loads((rounds / name / "eval/report.json").read_text()) for name in ("straight", "killed"))
+    assert straight | {"warnings": []} == killed | {"warnings": []}  # they name the folder
+
+
+@pytest.mark.slow
+@pytest.mark.training
+def test_a_round_of_another_policy_is_made_again(rounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("run", "straight"):
+        shutil.copytree(rounds / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(children, "run_child", run_cli.child_here)
+    must_succeed(run_cli.rlhf("run", "run", "--only", "ppo", "-s", "ppo.total_episodes=32"))
+    plan = must_succeed(run_cli.rlhf("run", "straight", "--dry-run"))
+    lines = stage_lines(subprocess.CompletedProcess([], 0, plan.stdout, plan.stderr))
+    assert lines["reward"].startswith("up to date") and lines["ppo"] == "stale: models.policy: other weights"
+    assert lines["eval"].startswith("after ppo")

@@ -78,6 +78,7 @@ def tab(line: str, shell: str = "bash") -> list[str]:
             "rlhf ppo mod",
             [
                 "models.sft=",
+                "models.policy=",
                 "models.reward=",
                 "models.value=",
                 *MORE_MODEL_KEYS,

@@ -10,7 +10,7 @@ import torch
 from rlhf_cli.config.sections import Adapters
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import lora
-from rlhf_cli.models.interpolation import interpolate, require_same_weights
+from rlhf_cli.models.interpolation import interpolate
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.eval.policy_evaluator import sequence_kl
 
@@ -97,5 +97,5 @@ def test_scaled_adapters_equal_the_interpolation_of_merged_weights() -> None:
 )
 def test_other_weights_are_refused(other: dict[str, Any], text: str) -> None:
     with pytest.raises(RLHFError, match=text) as error:
-        require_same_weights(tiny.causal(**other), tiny.causal())
+        interpolate(tiny.causal(**other), tiny.causal(), 0.5)
     assert error.value.problems[0].code == "C17"

@@ -118,12 +118,14 @@ def test_an_alert_has_its_reading_its_reference_and_their_number():
     dog = watchdog(action="stop", actions={"length": "warn"})
     (alert,) = alerts(dog, {"length": 10}, {"length": 33.5})
     assert alert == Alert(2, "length", None, 21.75, 10.0, 2.0, "warn", 1)
-    assert alert.text == "step 2: the mean response length is 21.75 tokens, the SFT policy's 10; limit: a factor of 2"
+    assert (
+        alert.text == "step 2: the mean response length is 21.75 tokens, the initial policy's 10; limit: a factor of 2"
+    )
     later = alerts(dog, *[{"length": 40, "kl": 2.0}] * 2)
     assert [(one.signal, one.action, one.times) for one in later] == [("kl", "stop", 1), ("length", "warn", 2)]
     texts = {alert.signal: alert.text for alert in alerts(watchdog(), {}, {}, BAD, BAD)}
     judge = "step 3: the mean of the held-out judge `gold` is -0.5, its best was 0; limit: 4 standard errors"
-    eos = "step 3: 50.0% of the responses have a stop token, of the SFT policy's 100.0%; limit: 20.0% less"
+    eos = "step 3: 50.0% of the responses have a stop token, of the initial policy's 100.0%; limit: 20.0% less"
     assert (texts["judge"], texts["eos"]) == (judge, eos)
     assert texts.keys() == set(SIGNALS) == EXCEEDS.keys() == SIGNAL_MESSAGES.keys()
 

@@ -145,7 +145,8 @@ def test_a_cached_hub_id_is_a_foreign_parent_at_its_revision(tmp_path: Path, mon
 
 
 def ppo_config(run: Path, value: str = "reward", **rewards: SimpleNamespace) -> Any:
-    models = SimpleNamespace(sft=str(run / "sft"), reward=str(run / "reward"), value=value, revision=None)
+    paths = {"sft": str(run / "sft"), "policy": None, "reward": str(run / "reward")}
+    models = SimpleNamespace(**paths, value=value, revision=None)
     return SimpleNamespace(
         stage="ppo", models=models, rewards=rewards, folder=run / "ppo", where=lambda key: f"ppo.yaml:{key}"
     )
@@ -175,7 +176,7 @@ def test_ppo_needs_the_reward_model_only_if_something_reads_it(value: str, rewar
 
 
 def test_judges_that_are_functions_are_not_parents() -> None:
-    models = SimpleNamespace(sft="/s", ppo="/p", reward="/r", base=None)
+    models = SimpleNamespace(sft="/s", ppo="/p", reward="/r", base=None, previous=None)
     config = SimpleNamespace(
         stage="eval", models=models, policies={}, judges={"gold": "rlhf_cli.demo.gold:judge", "other": "/o"}
     )

@@ -81,7 +81,7 @@ def _format_texts(file: data.PairFile, *, plain: bool, has_template: bool) -> Fo
         text = "conversations, by the model's chat template" if has_template else "conversations, in chatml"
         if has_system_texts:
             text += ", with system messages"
-        conversations = [_as_conversation(pair) for pair in file.pairs]
+        conversations = [as_conversation(pair) for pair in file.pairs]
         return FormattedPairs(file, conversations, text, chat_template=None if has_template else "chatml")
 
     num_joined = sum(_joins_words(pair) for pair in file.pairs)
@@ -91,7 +91,7 @@ def _format_texts(file: data.PairFile, *, plain: bool, has_template: bool) -> Fo
     return FormattedPairs(file, file.pairs, "plain text")
 
 
-def _as_conversation(pair: Pair) -> Pair:
+def as_conversation(pair: Pair) -> Pair:
     """Return a pair of texts as a conversation of its system text and prompt."""
     messages = [{"role": "user", "content": str(pair.prompt)}]
     if pair.system:

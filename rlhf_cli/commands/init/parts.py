@@ -72,8 +72,8 @@ def rows_of_files(parts: Parts, *, balance: bool = False) -> dict[str, Rows]:
     return {
         "sft": [_example(pair) for pair in most_chosen(parts["sft"])],
         "sft_eval": [_example(pair) for pair in most_chosen(held_out)],
-        "pairs": [_preference(pair) for pair in rewarded["pairs"]],
-        "pairs_eval": [_preference(pair) for pair in rewarded["held-out"]],
+        "pairs": [preference_row(pair) for pair in rewarded["pairs"]],
+        "pairs_eval": [preference_row(pair) for pair in rewarded["held-out"]],
         "prompts": [{"prompt": prompt} for prompt in distinct_prompts(parts["prompts"])],
         "heldout": [{"prompt": prompt} for prompt in distinct_prompts(held_out)],
     }
@@ -102,7 +102,8 @@ def _example(pair: Pair) -> dict[str, Any]:
     return {"prompt": pair.prompt, "completion": _written(pair, pair.chosen)}
 
 
-def _preference(pair: Pair) -> dict[str, Any]:
+def preference_row(pair: Pair) -> dict[str, Any]:
+    """Return a pair as a row of a file."""
     row = {
         "prompt": pair.prompt,
         "chosen": _written(pair, pair.chosen),

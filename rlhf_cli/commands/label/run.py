@@ -20,9 +20,9 @@ from rlhf_cli.errors import RLHFError, install_hint, shown
 from rlhf_cli.files import make_folder
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.rewards.function import no_bytecode_files
+from rlhf_cli.runs.layout import LABELS_FOLDER
 from rlhf_cli.runs.locks import lock_folder
 
-LABELS_FOLDER = "labels"  # of a run
 POOL = 4  # times as many pairs are drawn as are labelled, if the uncertain ones among them come first
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

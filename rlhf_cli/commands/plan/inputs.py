@@ -179,8 +179,7 @@ class ModelResolver:
         """Return the responses that each process samples in an evaluation."""
         settings = config.eval
         policies = 2 + len(config.policies)
-        if config.models.base:
-            policies += 1
+        policies += bool(config.models.base) + bool(config.models.previous)
         rounds = policies * len(settings.modes) + settings.draws + len(settings.interpolate)
         trainer = self.trainer(config) if settings.frontier else None
         if trainer:

@@ -195,7 +195,7 @@ def model_card(config: TRLConfig, parents: Mapping[str, Parent], num_rows: int, 
     adapters = config.model.adapters
     kind, tag = ("reward", "reward-model") if config.stage == "reward" else ("causal language", config.stage)
     text = (
-        f"A {kind} model, trained from {_origin(parents.get('model.path'))} on {num_rows} rows of "
+        f"A {kind} model, trained from {_origin(parents)} on {num_rows} rows of "
         f"{Path(config.data.train).name}: {steps} steps, learning rate {settings.learning_rate:g}. {note}"
     )
     if adapters:
@@ -208,8 +208,9 @@ def model_card(config: TRLConfig, parents: Mapping[str, Parent], num_rows: int, 
     return f"---\n{head}\n---\n\n{text}\n\n{versions}\n"
 
 
-def _origin(parent: Parent | None) -> str:
+def _origin(parents: Mapping[str, Parent]) -> str:
     """Return what a model was trained from, for its card: without local paths."""
+    parent = parents.get("model.start") or parents.get("model.path")
     if parent is None:
         return "fresh weights"
     if parent.hub:

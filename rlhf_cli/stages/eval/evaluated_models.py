@@ -32,11 +32,11 @@ class EvaluatedPolicy:
 def policies_to_evaluate(
     config: EvalConfig, parents: Mapping[str, Parent], series: SnapshotSeries
 ) -> list[EvaluatedPolicy]:
-    """Return the policies in the order of the report: base, SFT and PPO, `policies`, snapshots, interpolations."""
+    """Return the policies in the order of the report: base, SFT, PPO, those beside them, snapshots, interpolations."""
     ppo = parents["models.ppo"]
     modes = config.eval.modes
     policies = []
-    for name in ("base", "sft", "ppo"):
+    for name in ("base", "sft", "ppo", "previous"):
         if f"models.{name}" in parents:
             step = series.step if name == "ppo" else None
             policies.append(EvaluatedPolicy(name, parents[f"models.{name}"], modes, step=step))

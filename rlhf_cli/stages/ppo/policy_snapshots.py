@@ -38,7 +38,7 @@ class Snapshots:
 
         num_updates = components.num_updates
         self.schedule = evenly_spaced_steps(num_updates, config.output.snapshots)
-        # Steps that may become the best, from the SFT policy (0) on. Independent of output.save_steps, so that the
+        # Steps that may become the best, from the initial policy (0) on. Independent of output.save_steps, so that the
         # choice of the best policy is.
         self.candidates = {step - 1 for step in evenly_spaced_steps(num_updates, NUM_CANDIDATES)}
         self.candidates.add(0)
@@ -50,7 +50,7 @@ class Snapshots:
         return f"{scores} - {self.settings.kl_coef:g} * objective/kl"
 
     def save_if_due(self, step: int) -> None:
-        """Save the policy after update `step` (0: the SFT policy) if it is scheduled or a candidate."""
+        """Save the policy after update `step` (0: the initial policy) if it is scheduled or a candidate."""
         if step not in self.schedule and step not in self.candidates:
             return
         components = self.components

@@ -13,6 +13,7 @@ from rlhf_cli.config.ppo import PPOConfig, PPOSettings, check_num_shared_layers
 from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.models import compiled, devices, hub, load, lora, row_trial, sharding
 from rlhf_cli.models.batch import StopTokenId, stop_ids
+from rlhf_cli.models.initial import check_initial, find_initial
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -41,7 +42,7 @@ class PPOComponents:
 
 @dataclass(frozen=True)
 class PolicyModels:
-    """The model to train and the reference: two copies of models.sft, or with adapters one base for both."""
+    """The model to train and the reference: models.policy and models.sft, or with adapters one base for both."""
 
     saved: Any  # as the policy is saved: with adapters, the peft model
     policy: Any  # the plain model inside
@@ -66,11 +67,12 @@ def load_components(
     # What is checked before a model is loaded.
     check_hub_push(config, sft)
     model_loading.check_same_tokenization(config, options, parents)
+    check_initial(config, options, parents)
     reward_fns = reward_sources.build_reward_fns(config, options, parents)
 
     # Policy and reference.
     tokenizer = model_loading.load_tokenizer(config, options, sft)
-    models = _load_policy_models(config, options, sft, tokenizer, loading)
+    models = _load_policy_models(config, options, parents, tokenizer, loading)
     model_config = models.policy.config
     vocab_size = models.policy.get_input_embeddings().weight.shape[0]
     stop_id = stop_token_id(config, tokenizer, sft, vocab_size)
@@ -144,11 +146,16 @@ def load_components(
 def _load_policy_models(
     config: PPOConfig,
     options: Options,
-    sft: Parent,
+    parents: Mapping[str, Parent],
     tokenizer: Any,
     loading: ProcessGroup,
 ) -> PolicyModels:
-    """Load models.sft as policy and reference, with the policy's new adapters. Raises RLHFError C06, C07, M01-M08."""
+    """Load models.sft as the reference, and the policy: a copy of it, or models.policy; or their adapters.
+
+    Raises RLHFError C06, C07, C17, M01-M08.
+    """
+    sft = parents["models.sft"]
+    initial = find_initial(config, parents)
     settings = machine.settings_for_this_machine(config.ppo)
     adapters = config.models.adapters
     bf16 = bool(settings.bf16)
@@ -163,6 +170,9 @@ def _load_policy_models(
     )
     if adapters:
         ref = start
+    elif initial:
+        ref = start
+        start = model_loading.load_model(load.load_causal_lm, config, options, initial, tokenizer, loading)
     elif settings.fsdp:
         ref = sharding.clone_sharing_storage(start)
     else:
@@ -179,10 +189,24 @@ def _load_policy_models(
     if adapters:
         base = SharedBaseModels(config, options, sft, start)
         saved = base.add_adapters(start, sft, "policy")
+        if initial:
+            lora.load_adapter_weights(saved, initial.model)
     policy = lora.unwrap(saved)
     check_num_shared_layers(config, policy.config)
+    _check_shared_layers(config, policy, ref)
     row_trial.require_rows_alone(policy, config.where("models.sft"), loading)
     return PolicyModels(saved, policy, ref, base)
+
+
+def _check_shared_layers(config: PPOConfig, policy: Any, ref: Any) -> None:
+    """Raise RLHFError C17 if models.policy has changed layers that ppo.num_shared_layers shares with models.sft."""
+    if not (config.models.policy and config.ppo.num_shared_layers):
+        return
+    try:
+        sharding.layers_to_share(policy, ref, config.ppo.num_shared_layers)
+    except ValueError as error:
+        hint = "remove ppo.num_shared_layers, or lower it to that of the policy's own training"
+        raise RLHFError("C17", f"models.policy: {error}", where=config.where("models.policy"), hint=hint) from error
 
 
 def _build_engine(
