@@ -147,12 +147,15 @@ def test_the_file_of_sfts_answers_is_read_but_for_an_unfinished_line(
     path = tmp_path / "sft_answers.jsonl"
     trainer: Any = SimpleNamespace(process_group=SINGLE_PROCESS)
     last = lines(straight[0] / "ppo/sft_answers.jsonl")[-1]["prompt"]
-    for cut in (1, 20):
-        path.write_bytes(whole[:-cut])
-        answers = SFTAnswers(path, trainer, None, None)  # type: ignore[arg-type]  # nothing is drawn
-        assert whole.startswith(path.read_bytes()) and path.read_bytes().endswith(b"\n")
-        with pytest.raises(KeyError):
-            answers.answer(last)
+    path.write_bytes(whole[:-1])  # without its line break
+    answers = SFTAnswers(path, trainer, None, None)  # type: ignore[arg-type]  # nothing is drawn
+    assert path.read_bytes() == whole and answers.answer(last)
+
+    path.write_bytes(whole[:-20])
+    answers = SFTAnswers(path, trainer, None, None)  # type: ignore[arg-type]
+    assert whole.startswith(path.read_bytes()) and path.read_bytes().endswith(b"\n")
+    with pytest.raises(KeyError):
+        answers.answer(last)
 
     path.write_bytes(whole + b'{"key": 1}\n')
     with pytest.raises(RLHFError, match="not an answer of SFT"):

@@ -1,7 +1,5 @@
 """RUN/ppo/sft_answers.jsonl: SFT's answer to each prompt, with which a judge compares the policy's."""
 
-import io
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,7 @@ from typing import Any
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import PromptText
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import MAX_LOG_BYTES, json_sha256, read_regular, require_inside, sync
-from rlhf_cli.jsonl import append_jsonl, numbered_rows
+from rlhf_cli.files import append_rows, appended_rows, json_sha256, repair_end
 from rlhf_cli.judges.question import shown_prompt
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.rollout import HFEngine
@@ -53,7 +50,7 @@ class SFTAnswers:
         lines = []
         for (key, row), text in zip(missing.items(), texts, strict=True):
             lines.append({"key": key, "prompt": shown_prompt(rollout.records[row]["prompt"]), "answer": text})
-        self.trainer.process_group.run_on_main(lambda: self._write(lines))
+        self.trainer.process_group.run_on_main(lambda: append_rows(self.path, lines))
 
     def _generate(self, rollout: Rollout, rows: list[int], keys: list[str]) -> Rollout:
         """Sample the reference's responses to the prompts of some rows."""
@@ -67,24 +64,12 @@ class SFTAnswers:
         with trainer.ref_on_device():
             return trainer.draw(prompts, self.engine)
 
-    def _write(self, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            append_jsonl(self.path, line)
-        sync(self.path)
-
 
 def _read(path: Path) -> dict[str, str]:
-    """Return the answers by the hash of the prompt. A last line that a killed process left incomplete is cut off."""
-    require_inside(path)
-    if not path.exists():
-        return {}
-    content = read_regular(path, MAX_LOG_BYTES)
-    complete = content.rfind(b"\n") + 1
-    if complete < len(content):
-        os.truncate(path, complete)
-
+    """Return the answers by the hash of the prompt. A last line that a killed process left unfinished is removed."""
+    repair_end(path)
     answers = {}
-    for number, row in numbered_rows(io.BytesIO(content[:complete]), path):
+    for number, row in appended_rows(path):
         key = row.get("key")
         answer = row.get("answer")
         if not isinstance(key, str) or not isinstance(answer, str):
