@@ -204,6 +204,19 @@ def agreement_text(labels: Sequence[Label]) -> str:
     return f"agreement {agreed / count:.2f} of {count}"
 
 
+def habits_text(labels: Sequence[Label], annotator: str) -> list[tuple[str, str]]:
+    """Return what an annotator chose, as names and values for the page."""
+    mine = habits(labels).get(annotator)
+    if mine is None:
+        return []
+    rows = [("Labels", str(mine.labels)), ("Ties", str(mine.ties))]
+    if mine.first_slot is not None:
+        rows.append(("First answer chosen", str(mine.first_slot)))
+    if mine.longer is not None:
+        rows.append(("Longer answer chosen", str(mine.longer)))
+    return rows
+
+
 def print_summary(labels: Sequence[Label], policies: Sequence[str]) -> None:
     """Print what each annotator chose, how far they agree, and each policy's comparison with the ones before it.
 

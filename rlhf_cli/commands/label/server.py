@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.label.agreement import agreement_text
+from rlhf_cli.commands.label.agreement import agreement_text, habits_text
 from rlhf_cli.commands.label.session import LabelSession, Refused, Shown
 from rlhf_cli.data.labels import MAX_SECONDS
 from rlhf_cli.errors import RLHFError
@@ -141,6 +141,7 @@ class LabelServer:
             "agreement": agreement_text(self.session.store.labels),
             "last": last.pair if last and last.pair in self.session.pairs else None,
             "tags": list(self.tags),
+            "summary": habits_text(self.session.store.labels, annotator) if shown is None else [],
             "shown": None,
         }
         if shown is not None:
