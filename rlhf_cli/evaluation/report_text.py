@@ -198,18 +198,22 @@ def pairwise_sentences(report: Report) -> Iterator[str]:
     """Yield for each judge that compared answers how far its win rate can be believed, and what it cost."""
     for judge, rate in report.ppo_over_sft.items():
         cost = (report.judge_costs or {}).get(judge)
-        if cost is None:
+        is_people = (report.judge_kinds or {}).get(judge) == "people"
+        if cost is None and not is_people:
             continue
-        parts = []
+        parts = [f"{rate.n} labels of other answers of these models"] if is_people else []
         if rate.consistency is not None:
             parts.append(f"both orders agree on {with_interval(rate.consistency, rate.consistency_ci95)} of the pairs")
         if rate.first_slot is not None:
             parts.append(f"the answer shown first wins {with_interval(rate.first_slot, rate.first_slot_ci95)}")
         for other, agreed in (rate.agreement or {}).items():
             parts.append(f"it agrees with {other} on {with_interval(agreed.value, agreed.ci95)}")
-        tokens = cost.prompt_tokens + cost.completion_tokens
-        took = f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
-        yield f"Judge {judge}, {cost.model}: {'; '.join([*parts, took])}"
+        if cost is not None:
+            tokens = cost.prompt_tokens + cost.completion_tokens
+            parts.append(
+                f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
+            )
+        yield f"Judge {judge}{f', {cost.model}' if cost else ''}: {'; '.join(parts)}"
 
 
 def other_policies(report: Report) -> list[str]:
@@ -419,13 +423,15 @@ def _result(report: Report, judge: str, rate: WinRate) -> str:
     """Return the win rate by the deciding judge, and whether answer lengths may explain it."""
     result = significance(rate)
     n = report.n if rate.n is None else rate.n
-    text = f"{RESULTS[result]} {with_interval(rate.value, rate.ci95)} on {n} {HELD_OUT}, judged by {judge}"
+    is_people = (report.judge_kinds or {}).get(judge) == "people"
+    count = f"{n} labels of {HELD_OUT}" if is_people else f"{n} {HELD_OUT}"
+    text = f"{RESULTS[result]} {with_interval(rate.value, rate.ci95)} on {count}, judged by {judge}"
 
     kl = report.models["ppo"].kl
     if kl is not None:
         text += f", at a KL of {kl:z.2f}"
     if result == "undecided":
-        text += " (raise eval.n for narrower intervals)"
+        text += f" ({'label more pairs' if is_people else 'raise eval.n'} for narrower intervals)"
 
     interval = rate.length_controlled_ci95
     if result == "better" and interval and rate.length_controlled is not None:

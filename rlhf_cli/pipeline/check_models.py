@@ -26,7 +26,7 @@ from rlhf_cli.rewards.signature import RewardFn
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key, is_scorer_key
 from rlhf_cli.stages.common import batch_sizes, machine, model_loading, reading, scoring, trainable_model, training_rows
-from rlhf_cli.stages.eval import evaluation_inputs, pairwise_judges
+from rlhf_cli.stages.eval import evaluation_inputs, pairwise_judges, people_judges
 from rlhf_cli.stages.ppo import prompt_rows, reward_sources, setup
 
 Row = TypeVar("Row")
@@ -216,6 +216,7 @@ class StageValidator:
         if rows is None:
             return
 
+        self._check_people(stage, config, rows)
         self._check_retokenized(stage, scorers, list(rows))
         functions = {name: config.judges[name] for name in judges}
         with self.report.collecting():
@@ -235,6 +236,17 @@ class StageValidator:
             calls = pairwise_judges.most_calls(settings, count)
             tokens = pairwise_judges.most_tokens(settings, count, prompt_tokens, response_length)
             self.report.add("eval", f"judges.{name}", pairwise_judges.describe_most(calls, tokens))
+
+    def _check_people(self, stage: StageCheck, config: EvalConfig, rows: Sequence[data.Prompt]) -> None:
+        """Check the labels of people, which must be of the models that are evaluated."""
+        if not config.people_judges or not stage.data.issuperset(config.sources()):
+            return
+        if not stage.parents.keys() >= {"models.sft", "models.ppo"}:
+            self.report.not_checked.append("eval judges: the labels of people, since their models are still to be made")
+            return
+        people = self.report.attempt(people_judges.read_people, config, stage.parents, rows) or {}
+        for name, judge in people.items():
+            self.report.add("eval", f"judges.{name}", people_judges.describe(judge))
 
     def _response_length(self, stage: StageCheck, config: EvalConfig) -> int:
         """Return the length of responses that an evaluation samples: its own, or that of PPO."""
