@@ -1,7 +1,10 @@
 """The page of `rlhf label` in a real browser: looks, keys, and labels on disk. `make browser`."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +12,8 @@ from typing import Any
 
 import pytest
 from browser import LOOKS, faults, opened, picture, wait_for_title
+from ppo_folder import lines
+from run_cli import ROOT, fails, must_succeed, rlhf
 
 from rlhf_cli.commands.label.server import NOT_ALLOWED
 from rlhf_cli.commands.label.session import Pair
@@ -185,3 +190,41 @@ def test_markdown_becomes_elements_and_html_stays_text(chromium: Any, tmp_path: 
         assert (
             "**boiling**" in page.locator(".answer .plain").all_inner_texts()[0] + page.locator("#second").inner_text()
         )
+
+
+@contextmanager
+def command(*arguments: object) -> Iterator[str]:
+    """Run `rlhf label` as a user does; yield the address that it prints, and end it with Ctrl-C."""
+    words = [sys.executable, "-m", "rlhf_cli", "label", *map(str, arguments)]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert process.stderr is not None
+    try:
+        yield next(line.split()[-1] for line in process.stderr if "http://" in line)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        assert process.wait(60) == 0 and "data: {train: labels/people}" in said, said
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_new_user_labels_pairs_by_keys_and_trains_on_them(chromium: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    must_succeed(rlhf("init", "ci", run))
+    must_succeed(rlhf("run", run, "--only", "sft"))
+    with command(run, "--n", 12) as address, opened(chromium, address) as page:
+        wait_for_title(page, "Pair 1 of 12")
+        for number, key in enumerate("12" * 5 + "0b", start=1):
+            press(page, key, f"Pair {number + 1} of 12" if number < 12 else "All pairs are labelled")
+
+    labels = run / "labels/people/labels.jsonl"
+    assert len(lines(labels)) == 12
+    config = run / "reward.yaml"
+    text = config.read_text().replace("data/pairs.jsonl", "labels/people")
+    config.write_text(text.replace("per_device_train_batch_size: 16", "per_device_train_batch_size: 4"))
+    result = must_succeed(rlhf("reward", "-c", config))
+    assert "2 pairs omitted: 1 bad, 1 tie" in result.stderr and "reward   10 pairs" in result.stderr
+    assert json.loads((run / "reward/manifest.json").read_text())["step"] == 60
+    assert "finished already" in rlhf("reward", "-c", config).stderr
+    labels.write_text("".join(labels.read_text().splitlines(keepends=True)[:-1]))
+    fails(rlhf("reward", "-c", config), "C15", "data.train")  # the labels' hash is an input
