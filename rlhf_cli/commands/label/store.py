@@ -33,6 +33,7 @@ class LabelStore:
         require_inside(self.path)
         _repair_end(self.path)
         self._labels = {key: label for key, (_, label) in read_labels(self.path).items()}
+        self._size = self.path.stat().st_size
 
     @property
     def labels(self) -> list[Label]:
@@ -42,7 +43,10 @@ class LabelStore:
         return self._labels.get((pair, annotator))
 
     def add(self, label: Label) -> None:
-        """Append a label. Raises RLHFError E03 if it cannot be written; then the file is as before."""
+        """Append a label. Raises RLHFError E03 if it cannot be written, D20 if the file has been edited meanwhile.
+
+        Then the file is as before.
+        """
         key = label.pair, label.annotator
         assert key not in self._labels
         self._append(label.row())
@@ -54,24 +58,38 @@ class LabelStore:
         return mine[-1] if mine else None
 
     def undo(self, label: Label, time: float) -> None:
-        """Take a label back, by a further line. Raises RLHFError E03 as `add`."""
+        """Take a label back, by a further line. Raises RLHFError as `add`."""
         self._append({"undo": label.pair, "annotator": label.annotator, "time": time})
         del self._labels[label.pair, label.annotator]
 
     def _append(self, row: Mapping[str, Any]) -> None:
         line = (to_json(row, allow_nan=False) + "\n").encode("utf-8")
-        size = self.path.stat().st_size
+        try:
+            self._require_unchanged()
+            self._write(line)
+        except OSError as error:
+            text = f"the label cannot be written to {shown(self.path)}: {error.strerror or error}"
+            raise RLHFError("E03", text, hint=DISK_HINT) from error
+        self._size += len(line)
+
+    def _require_unchanged(self) -> None:
+        """Raise RLHFError D20 if another program has written the file: a line could be joined to its last one."""
+        if self.path.stat().st_size != self._size:
+            text = f"{shown(self.path)} was edited while it is labelled: not saved; start rlhf label again to read it"
+            raise RLHFError("D20", text, hint="the labels of both are kept: edit the file when the command has ended")
+
+    def _write(self, line: bytes) -> None:
+        """Append a line and wait until it is on disk, or leave the file as it was. Raises OSError."""
         try:
             with self.path.open("ab", buffering=0) as file:
                 written = file.write(line)
                 if written != len(line):
                     raise OSError(f"{written} of {len(line)} bytes were written")
                 os.fsync(file.fileno())
-        except OSError as error:
+        except OSError:
             with suppress(OSError):
-                os.truncate(self.path, size)
-            text = f"the label cannot be written to {shown(self.path)}: {error.strerror or error}"
-            raise RLHFError("E03", text, hint=DISK_HINT) from error
+                os.truncate(self.path, self._size)
+            raise
 
 
 def _repair_end(path: Path) -> None:

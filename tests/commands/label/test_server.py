@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,20 @@ def test_a_full_disk_is_said_on_the_page_and_the_server_continues(
         response = client.post("label", pair="0:0-1", choice="1", seconds=1)
     assert response.status_code == 507 and "No space left" in response.json()["error"]
     assert client.post("label", pair="0:0-1", choice="1", seconds=1).status_code == 200
+
+
+@pytest.mark.parametrize("edit", [lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink])
+def test_a_file_that_is_edited_while_it_is_labelled_is_not_written(tmp_path: Path, edit: Callable[[Path], Any]) -> None:
+    client = Client(session(tmp_path))
+    client.post("label", pair="0:0-1", choice="tie", seconds=1)
+    path = tmp_path / "labels.jsonl"
+    edit(path)
+    left = path.read_bytes() if path.exists() else None
+    response = client.post("label", pair="1:0-1", choice="tie", seconds=1)
+    assert response.status_code == 507 and "\n" not in response.json()["error"]
+    assert (path.read_bytes() if path.exists() else None) == left
+    if left:
+        assert [label.pair for label in LabelStore(tmp_path).labels] == ["0:0-1"]
 
 
 def test_each_annotator_has_an_address(tmp_path: Path) -> None:
