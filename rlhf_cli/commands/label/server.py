@@ -113,7 +113,8 @@ class LabelServer:
             return _json({"error": str(error)}, 409)
         except RLHFError as error:
             terminal.say(str(error))
-            return _json({"error": error.problems[0].text}, 507)
+            problem = error.problems[0]
+            return _json({"error": f"{problem.text}; {problem.hint}"}, 507)
         self.changed(self.session.done - before)
         return _json(self._view(annotator, shown), 200)
 

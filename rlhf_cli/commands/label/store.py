@@ -75,8 +75,8 @@ class LabelStore:
     def _require_unchanged(self) -> None:
         """Raise RLHFError D20 if another program has written the file: a line could be joined to its last one."""
         if self.path.stat().st_size != self._size:
-            text = f"{shown(self.path)} was edited while it is labelled: not saved; start rlhf label again to read it"
-            raise RLHFError("D20", text, hint="the labels of both are kept: edit the file when the command has ended")
+            text = f"{shown(self.path)} was edited while it is labelled, and the label is not saved"
+            raise RLHFError("D20", text, hint="start rlhf label again: it reads the file anew")
 
     def _write(self, line: bytes) -> None:
         """Append a line and wait until it is on disk, or leave the file as it was. Raises OSError."""

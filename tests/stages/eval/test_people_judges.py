@@ -55,6 +55,15 @@ def test_labels_of_people_are_a_judge_of_the_evaluation(run: Path) -> None:
 
     assert json.loads((run / "eval/manifest.json").read_text())["data"]["judges.people.labels"]
     assert "finished already" in must_succeed(rlhf("eval", "-c", run / "eval.yaml")).stderr
+    write(run, "eval", {**EVAL, "judges": {"short": "judges:short"}, "eval": QUICK})
+    assert "judges.people.labels: no longer set" in must_succeed(rlhf("run", run, "--dry-run")).stdout
+    must_succeed(rlhf("eval", "-c", run / "eval.yaml", "--fresh"))
+    write(run, "eval", {**EVAL, "judges": {"short": "judges:short", **PEOPLE}, "eval": QUICK})
+    assert "judges.people.labels: was not set" in must_succeed(rlhf("run", run, "--dry-run")).stdout
+
+
+def test_more_labels_are_another_evaluation(run: Path) -> None:
+    evaluate(run)
     must_succeed(label(run, "--compare", "sft,ppo", "--terminal", "--n", 8, typed="1\n"))
     assert "judges.people.labels: other content" in must_succeed(rlhf("run", run, "--dry-run")).stdout
 
