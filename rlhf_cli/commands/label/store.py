@@ -76,7 +76,7 @@ class LabelStore:
         """Raise RLHFError D20 if another program has written the file: a line could be joined to its last one."""
         if self.path.stat().st_size != self._size:
             text = f"{shown(self.path)} was edited while it is labelled, and the label is not saved"
-            raise RLHFError("D20", text, hint="start rlhf label again: it reads the file anew")
+            raise RLHFError("D20", text, hint="run the command again, which reads the file")
 
     def _write(self, line: bytes) -> None:
         """Append a line and wait until it is on disk, or leave the file as it was. Raises OSError."""
