@@ -198,22 +198,28 @@ def pairwise_sentences(report: Report) -> Iterator[str]:
     """Yield for each judge that compared answers how far its win rate can be believed, and what it cost."""
     for judge, rate in report.ppo_over_sft.items():
         cost = (report.judge_costs or {}).get(judge)
-        is_people = (report.judge_kinds or {}).get(judge) == "people"
-        if cost is None and not is_people:
-            continue
-        parts = [f"{rate.n} labels of other answers of these models"] if is_people else []
-        if rate.consistency is not None:
-            parts.append(f"both orders agree on {with_interval(rate.consistency, rate.consistency_ci95)} of the pairs")
-        if rate.first_slot is not None:
-            parts.append(f"the answer shown first wins {with_interval(rate.first_slot, rate.first_slot_ci95)}")
-        for other, agreed in (rate.agreement or {}).items():
-            parts.append(f"it agrees with {other} on {with_interval(agreed.value, agreed.ci95)}")
-        if cost is not None:
+        if is_people(report, judge):
+            parts = [f"{rate.n} labels of other answers of these models", *_pairwise_parts(rate)]
+            yield f"Judge {judge}: {'; '.join(parts)}"
+        elif cost is not None:
             tokens = cost.prompt_tokens + cost.completion_tokens
-            parts.append(
-                f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
-            )
-        yield f"Judge {judge}{f', {cost.model}' if cost else ''}: {'; '.join(parts)}"
+            took = f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
+            yield f"Judge {judge}, {cost.model}: {'; '.join([*_pairwise_parts(rate), took])}"
+
+
+def _pairwise_parts(rate: WinRate) -> Iterator[str]:
+    """Yield what a judge that compared answers does in both orders, with the first place, and beside other judges."""
+    if rate.consistency is not None:
+        yield f"both orders agree on {with_interval(rate.consistency, rate.consistency_ci95)} of the pairs"
+    if rate.first_slot is not None:
+        yield f"the answer shown first wins {with_interval(rate.first_slot, rate.first_slot_ci95)}"
+    for other, agreed in (rate.agreement or {}).items():
+        yield f"it agrees with {other} on {with_interval(agreed.value, agreed.ci95)}"
+
+
+def is_people(report: Report, judge: str) -> bool:
+    """Return True if a judge is labels of people."""
+    return (report.judge_kinds or {}).get(judge) == "people"
 
 
 def other_policies(report: Report) -> list[str]:
@@ -423,15 +429,15 @@ def _result(report: Report, judge: str, rate: WinRate) -> str:
     """Return the win rate by the deciding judge, and whether answer lengths may explain it."""
     result = significance(rate)
     n = report.n if rate.n is None else rate.n
-    is_people = (report.judge_kinds or {}).get(judge) == "people"
-    count = f"{n} labels of {HELD_OUT}" if is_people else f"{n} {HELD_OUT}"
+    by_people = is_people(report, judge)
+    count = f"{n} labels of {HELD_OUT}" if by_people else f"{n} {HELD_OUT}"
     text = f"{RESULTS[result]} {with_interval(rate.value, rate.ci95)} on {count}, judged by {judge}"
 
     kl = report.models["ppo"].kl
     if kl is not None:
         text += f", at a KL of {kl:z.2f}"
     if result == "undecided":
-        text += f" ({'label more pairs' if is_people else 'raise eval.n'} for narrower intervals)"
+        text += f" ({'label more pairs' if by_people else 'raise eval.n'} for narrower intervals)"
 
     interval = rate.length_controlled_ci95
     if result == "better" and interval and rate.length_controlled is not None:
