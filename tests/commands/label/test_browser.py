@@ -206,6 +206,7 @@ def command(*arguments: object) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+        process.stderr.close()
 
 
 def test_a_new_user_labels_pairs_by_keys_and_trains_on_them(chromium: Any, tmp_path: Path) -> None:
