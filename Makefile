@@ -65,7 +65,7 @@ test-slow: $(VENV)/.installed-test ## the tests that take minutes
 distributed: $(VENV)/.installed-test ## the stages in several processes, killed and sharded: minutes on two cores
 	$(TESTING) $(VENV)/bin/python -m pytest -m distributed $(PARALLEL) -n 4
 
-browser: $(VENV)/.installed-test ## the report in headless Chromium (apt install chromium): light, dark, phone; RLHF_SCREENSHOTS=DIR keeps pictures
+browser: $(VENV)/.installed-browser ## the pages in headless Chromium (apt install chromium): light, dark, phone; RLHF_SCREENSHOTS=DIR keeps pictures
 	$(TESTING) $(VENV)/bin/python -m pytest -m browser
 
 # vLLM pins other versions, so it has a separate environment, VLLM: 2 minutes, 2.5 GB. Three packages in it are builds
@@ -156,3 +156,7 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-browser: pyproject.toml constraints.txt $(VENV)/.installed-test
+	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,browser]'
+	@touch $@

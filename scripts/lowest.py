@@ -13,10 +13,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def lowest(names: list[str]) -> list[str]:
-    """Return `name==version` of each dependency, including extras except `test`."""
+    """Return `name==version` of each dependency, including extras except those of tests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    texts = [*project["dependencies"], *(text for name, each in extras.items() if name != "test" for text in each)]
+    texts = list(project["dependencies"])
+    for name, extra in extras.items():
+        if name not in ("test", "browser"):
+            texts += extra
     bounds = {}
     for requirement in map(Requirement, texts):
         (bounds[requirement.name],) = (bound.version for bound in requirement.specifier if bound.operator == ">=")

@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine a
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub but one that it started
 
 from adapter_folder import adapters_copy, adapters_run  # noqa: F401  (fixtures of the tests of adapters)
+from browser import chromium  # noqa: F401  (a fixture of the tests in a browser)
 from chat_run import chat_origin  # noqa: F401  (a fixture of the tests of chat)
 from fake_config import fake_chain  # noqa: F401  (a fixture of the tests of commands)
 from label_run import label_origin  # noqa: F401  (a fixture of the tests of labels)

@@ -26,6 +26,7 @@ PATH_TEXTS = {
     "run": "a folder",
     "judge": "module:function, a folder or a hub id",
     "template": "a file, a text or chatml",
+    "folder": "a folder",
 }
 TYPE_TEXTS = {
     int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list",

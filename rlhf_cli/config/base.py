@@ -15,6 +15,7 @@ from rlhf_cli.config.sources import DataSource
 
 DataPath = Annotated[str, PathField("data")]
 ModelPath = Annotated[str, PathField("model")]
+FolderPath = Annotated[str, PathField("folder")]  # never a hub id, even before it exists
 JudgePath = Annotated[str, PathField("judge")]
 MAX_NAME_BYTES = 255  # Linux's NAME_MAX
 MAX_PATH_BYTES = 3500  # its PATH_MAX of 4096 minus paths inside a run

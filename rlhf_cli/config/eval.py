@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name
+from rlhf_cli.config.base import Config, FolderPath, JudgePath, ModelPath, Name
 from rlhf_cli.config.judges import OpenAIJudge
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.machinery.section import AtLeastTwo, InsideUnitInterval, Section, invalid
 from rlhf_cli.config.ppo import BUILTINS, VERIFIERS
 from rlhf_cli.config.sections import Dtype, EvalData
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import did_you_mean
 from rlhf_cli.files import read_json_object
 from rlhf_cli.trees import at
@@ -126,27 +127,31 @@ def _require_known(name: str, known: set[str], noun: str, *, key: str, location:
 
 
 class JudgeSettings(Section):
-    """A judge that is no path: a built-in reward function, or a language model that is asked."""
+    """A judge that is no path: a built-in reward function, a language model that is asked, or labels of people."""
 
     builtin: str | None = None
     parameters: dict[str, Any] = Field(default_factory=dict)
     openai: OpenAIJudge | None = None
+    labels: FolderPath | None = None
 
     @model_validator(mode="after")
     def _check_one_kind(self) -> Self:
-        if (self.builtin is None) == (self.openai is None):
-            raise invalid("a judge is either builtin or openai", "set one of them", code="C05")
+        kinds = [self.builtin, self.openai, self.labels]
+        if kinds.count(None) != 2:
+            raise invalid("a judge is either builtin, openai or labels", "set one of them", code="C05")
         if self.parameters and self.builtin is None:
             raise invalid("parameters belong to builtin", "move them below openai", "parameters")
         return self
 
 
-def judge_kind(judge: str | JudgeSettings) -> Literal["model", "function", "verifier", "openai"]:
+def judge_kind(judge: str | JudgeSettings) -> Literal["model", "function", "verifier", "openai", "people"]:
     """Return what a judge is; built-in functions that know no right answer are functions."""
     if isinstance(judge, str):
         return "function" if FUNCTION.fullmatch(judge) else "model"
     if judge.openai is not None:
         return "openai"
+    if judge.labels is not None:
+        return "people"
     return "verifier" if judge.builtin in VERIFIERS else "function"
 
 
@@ -176,15 +181,15 @@ class EvalConfig(Config):
                 raise invalid(text, "rename the judge, or set models.reward: null", "judges.reward")
             judges.add("reward")
 
-        scoring = judges - self.pairwise_judges.keys()
-        self._check_pairwise(scoring)
+        scoring = judges - self.comparing_judges
+        self._check_comparing(scoring)
         for key, off in {"best_of": "[]", "limit": "null"}.items():
             if getattr(self.eval, key) and "reward" not in scoring:
                 text = f"eval.{key} needs a reward, but models.reward is null"
                 raise invalid(text, f"add a judge named `reward`, or set eval.{key}: {off}", f"eval.{key}")
         if self.eval.selection:
             judge = self.eval.selection.judge
-            if judge in self.pairwise_judges:
+            if judge in self.comparing_judges:
                 text = f"eval.select: {judge} compares two answers, and the frontier needs scores"
                 raise invalid(text, "select by a judge that scores answers", "eval.select")
             _require_known(judge, scoring, "judge of this file", key=judge, location="eval.select")
@@ -194,13 +199,29 @@ class EvalConfig(Config):
 
     @property
     def pairwise_judges(self) -> dict[str, OpenAIJudge]:
-        """Return the judges that compare two answers, by name; all others score one answer."""
+        """Return the language models that compare two answers, by name."""
         sections = {name: judge.openai for name, judge in self.judges.items() if isinstance(judge, JudgeSettings)}
         return {name: section for name, section in sections.items() if section is not None}
 
-    def _check_pairwise(self, scoring: set[str]) -> None:
-        """Refuse pairwise judges where a judge that scores single answers is needed."""
-        for name in self.pairwise_judges:
+    @property
+    def people_judges(self) -> dict[str, str]:
+        """Return the folders of labels of people, by name."""
+        labels = {name: judge.labels for name, judge in self.judges.items() if isinstance(judge, JudgeSettings)}
+        return {name: folder for name, folder in labels.items() if folder is not None}
+
+    @property
+    def comparing_judges(self) -> set[str]:
+        """Return the names of the judges that compare two answers; all others score one answer."""
+        return self.pairwise_judges.keys() | self.people_judges.keys()
+
+    def sources(self) -> dict[str, DataSource]:
+        """Return the data sources that the stage reads, by key path."""
+        labels = {f"judges.{name}.labels": folder for name, folder in self.people_judges.items()}
+        return super().sources() | {key: DataSource(folder, self.where(key)) for key, folder in labels.items()}
+
+    def _check_comparing(self, scoring: set[str]) -> None:
+        """Refuse judges that compare answers where a judge that scores single answers is needed."""
+        for name in self.comparing_judges:
             key = f"judges.{name}"
             if name == "reward":
                 raise invalid(f"{key}: a judge that compares two answers is no reward", "rename it", key)
@@ -238,7 +259,7 @@ class EvalConfig(Config):
         match parts:
             case ["win_rate", _, judge, *last] | ["selected", "win_rate" | "judges", judge, *last]:
                 _require_known(judge, judges, "judge of this file", key=key)
-                if judge in self.pairwise_judges and not key.startswith("win_rate.ppo_vs_sft."):
+                if judge in self.comparing_judges and not key.startswith("win_rate.ppo_vs_sft."):
                     text = f"{REQUIRE}: {judge} compares sampled answers of PPO and SFT alone"
                     raise invalid(text, f"write win_rate.ppo_vs_sft.{judge}.value", REQUIRE)
                 if not last:

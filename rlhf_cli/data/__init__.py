@@ -18,7 +18,7 @@ __getattr__ = import_on_first_use(
         "prompt_rows sft_rows warn_shared",
         "data.sampling": "LengthGroupedSampler prompt_batch",
         "data.texts": "split_key",
-        "data.tokens": "closing_ids decode_stream encode encode_many set_speaks_in_turns speaks_in_turns special_ids "
-        "stop_token_id",
+        "data.tokens": "closing_ids decode_stream encode encode_answer encode_many set_speaks_in_turns speaks_in_turns "
+        "special_ids stop_token_id",
     },
 )

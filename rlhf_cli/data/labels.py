@@ -18,6 +18,7 @@ from rlhf_cli.files import appended_rows
 
 CANDIDATES = "candidates.jsonl"
 LABELS = "labels.jsonl"
+SETTINGS = "settings.json"  # what decides the candidates of a folder
 Messages = list[dict[str, Any]]
 Choice = Literal["first", "second", "tie", "bad", "skip"]
 CHOICES: tuple[str, ...] = get_args(Choice)
@@ -42,8 +43,19 @@ class Label:
     annotator: str
     seconds: float  # from when the pair was shown
     time: float  # of the epoch
+    ended: Sequence[bool] = (True, True)  # False: the answer was cut off at the longest length
     tags: Sequence[str] = ()
     rlhf: str = ""  # version
+
+    @property
+    def prompt_name(self) -> str:
+        """Return the row of the prompt: pairs of one prompt have the same."""
+        return self.pair.partition(":")[0]
+
+    @property
+    def prefers_shown_first(self) -> bool:
+        """Return True if the better answer is the one that was shown first; only of a pair with a better one."""
+        return self.order[0] == PREFERENCES.index(self.choice)
 
     def row(self) -> dict[str, Any]:
         """Return the label as a line of labels.jsonl."""
@@ -99,6 +111,8 @@ def _problem(row: Mapping[str, Any]) -> str | None:
         return '"answers" is not a list of two texts'
     if not _are_texts(row.get("sources"), 2):
         return '"sources" is not a list of two names'
+    if row.get("ended", [True, True]) not in [[first, second] for first in (True, False) for second in (True, False)]:
+        return f'"ended" is {row["ended"]!r:.40}; it is a list of two of true and false'
     if row.get("order") not in ([0, 1], [1, 0]):
         return f'"order" is {row.get("order")!r:.40}; it is [0, 1] or [1, 0]'
     if not isinstance(row["pair"], str) or not isinstance(row["annotator"], str):

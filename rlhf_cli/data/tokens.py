@@ -103,6 +103,14 @@ def encode_many(
     return encoded
 
 
+def encode_answer(tokenizer: Any, prompt: PromptText, answer: str, *, ended: bool) -> Encoded:
+    """Return the token ids of a prompt and of any answer to it; one that was cut off has no stop token."""
+    prompt_ids, response_ids = encode_many(tokenizer, [prompt], [answer], any_text=True)[0]
+    if not ended and len(response_ids) > 1:
+        response_ids = response_ids[:-1]
+    return prompt_ids, response_ids
+
+
 def as_answer(prompt: PromptText | None, response: Answer | None) -> Answer | None:
     """Return the response as the assistant's message if the prompt is a conversation."""
     if isinstance(prompt, list) and isinstance(response, str):

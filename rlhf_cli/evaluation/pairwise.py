@@ -31,12 +31,12 @@ def pairwise_win_rates(
         ours = policy.rows(judged)
         theirs = baseline.rows(judged)
         rate = win_rate(judge, ours, theirs).with_changes(difference=None, difference_ci95=None)  # of no scores
-        rate = _with_agreement(rate, judge, ours, theirs)
+        rate = with_agreement(rate, judge, ours, theirs)
         rates[judge] = _with_consistency(rate, comparisons, policy.prompts)
     return rates
 
 
-def _with_agreement(rate: WinRate, judge: str, policy: EvalResponses, baseline: EvalResponses) -> WinRate:
+def with_agreement(rate: WinRate, judge: str, policy: EvalResponses, baseline: EvalResponses) -> WinRate:
     """Add how often a judge agrees with each other judge, where any prompt is decided by both."""
     ours = policy.scores[judge], baseline.scores[judge]
     found = {}
@@ -65,7 +65,12 @@ def _with_consistency(rate: WinRate, comparisons: Sequence[Comparison], prompts:
     if consistent:
         interval = statistics.share_interval(consistent, asked_prompts)
         rate = rate.with_changes(consistency=sum(consistent) / len(consistent), consistency_ci95=list(interval))
-    if first_wins:
-        interval = statistics.share_interval(first_wins, decided_prompts)
-        rate = rate.with_changes(first_slot=sum(first_wins) / len(first_wins), first_slot_ci95=list(interval))
-    return rate
+    return with_first_slot(rate, first_wins, decided_prompts)
+
+
+def with_first_slot(rate: WinRate, first_wins: Sequence[float], prompts: Sequence[str]) -> WinRate:
+    """Add how often the answer that is shown first wins: 1 or 0 of each decision, with its prompt."""
+    if not first_wins:
+        return rate
+    interval = statistics.share_interval(first_wins, prompts)
+    return rate.with_changes(first_slot=sum(first_wins) / len(first_wins), first_slot_ci95=list(interval))

@@ -200,23 +200,34 @@ def pairwise_sentences(report: Report) -> Iterator[str]:
     """Yield for each judge that compared answers how far its win rate can be believed, and what it cost."""
     for judge, rate in report.ppo_over_sft.items():
         cost = (report.judge_costs or {}).get(judge)
-        if cost is None:
-            continue
-        parts = []
-        if rate.consistency is not None:
-            share = with_interval(rate.consistency, rate.consistency_ci95)
-            guesses = rate.consistency_ci95 is not None and rate.consistency_ci95[1] < GUESSING
-            verdict = ", fewer than by guessing: its rate says nothing about the answers" if guesses else ""
-            parts.append(f"both orders agree on {share} of the pairs{verdict}")
-        if rate.first_slot is not None:
-            parts.append(f"the answer shown first wins {with_interval(rate.first_slot, rate.first_slot_ci95)}")
-        for other, agreed in (rate.agreement or {}).items():
-            parts.append(f"it agrees with {other} on {with_interval(agreed.value, agreed.ci95)}")
-        if cost.too_long:
-            parts.append(f"too long for it, and not counted: {cost.too_long:,} of {report.n:,} pairs")
-        tokens = cost.prompt_tokens + cost.completion_tokens
-        took = f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
-        yield f"Judge {judge}, {cost.model}: {'; '.join([*parts, took])}"
+        if is_people(report, judge):
+            parts = [f"{rate.n} labels of other answers of these models", *_pairwise_parts(rate)]
+            yield f"Judge {judge}: {'; '.join(parts)}"
+        elif cost is not None:
+            parts = list(_pairwise_parts(rate))
+            if cost.too_long:
+                parts.append(f"too long for it, and not counted: {cost.too_long:,} of {report.n:,} pairs")
+            tokens = cost.prompt_tokens + cost.completion_tokens
+            took = f"{cost.answers:,} answers took {cost.calls:,} calls{f' and {tokens:,} tokens' if tokens else ''}"
+            yield f"Judge {judge}, {cost.model}: {'; '.join([*parts, took])}"
+
+
+def _pairwise_parts(rate: WinRate) -> Iterator[str]:
+    """Yield what a judge that compared answers does in both orders, with the first place, and beside other judges."""
+    if rate.consistency is not None:
+        share = with_interval(rate.consistency, rate.consistency_ci95)
+        guesses = rate.consistency_ci95 is not None and rate.consistency_ci95[1] < GUESSING
+        verdict = ", fewer than by guessing: its rate says nothing about the answers" if guesses else ""
+        yield f"both orders agree on {share} of the pairs{verdict}"
+    if rate.first_slot is not None:
+        yield f"the answer shown first wins {with_interval(rate.first_slot, rate.first_slot_ci95)}"
+    for other, agreed in (rate.agreement or {}).items():
+        yield f"it agrees with {other} on {with_interval(agreed.value, agreed.ci95)}"
+
+
+def is_people(report: Report, judge: str) -> bool:
+    """Return True if a judge is labels of people."""
+    return (report.judge_kinds or {}).get(judge) == "people"
 
 
 def other_policies(report: Report) -> list[str]:
@@ -428,13 +439,15 @@ def _result(report: Report, judge: str, rate: WinRate) -> str:
     """Return the win rate by the deciding judge, and whether answer lengths may explain it."""
     result = significance(rate)
     n = report.n if rate.n is None else rate.n
-    text = f"{RESULTS[result]} {with_interval(rate.value, rate.ci95)} on {n} {HELD_OUT}, judged by {judge}"
+    by_people = is_people(report, judge)
+    count = f"{n} labels of {HELD_OUT}" if by_people else f"{n} {HELD_OUT}"
+    text = f"{RESULTS[result]} {with_interval(rate.value, rate.ci95)} on {count}, judged by {judge}"
 
     kl = report.models["ppo"].kl
     if kl is not None:
         text += f", at a KL of {kl:z.2f}"
     if result == "undecided":
-        text += " (raise eval.n for narrower intervals)"
+        text += f" ({'label more pairs' if by_people else 'raise eval.n'} for narrower intervals)"
 
     interval = rate.length_controlled_ci95
     if result == "better" and interval and rate.length_controlled is not None:

@@ -36,7 +36,7 @@ from rlhf_cli.stages.common import (
     trainable_model,
     training_rows,
 )
-from rlhf_cli.stages.eval import evaluation_inputs, pairwise_judges
+from rlhf_cli.stages.eval import evaluation_inputs, pairwise_judges, people_judges
 from rlhf_cli.stages.ppo import prompt_rows, reward_judges, reward_sources, setup
 
 Row = TypeVar("Row")
@@ -242,6 +242,7 @@ class StageValidator:
         if rows is None:
             return
 
+        self._check_people(stage, config, rows)
         self._check_retokenized(stage, scorers, list(rows))
         functions = {name: config.judges[name] for name in judges}
         with self.report.collecting():
@@ -261,6 +262,17 @@ class StageValidator:
             calls = costs.most_calls(settings, count)
             tokens = costs.most_tokens(settings, count, prompt_tokens, response_length)
             self.report.add("eval", f"judges.{name}", costs.describe_most(calls, tokens))
+
+    def _check_people(self, stage: StageCheck, config: EvalConfig, rows: Sequence[data.Prompt]) -> None:
+        """Check the labels of people, which must be of the models that are evaluated."""
+        if not config.people_judges or not stage.data.issuperset(config.sources()):
+            return
+        if not stage.parents.keys() >= {"models.sft", "models.ppo"}:
+            self.report.not_checked.append("eval judges: the labels of people, since their models are still to be made")
+            return
+        people = self.report.attempt(people_judges.read_people, config, stage.parents, rows) or {}
+        for name, judge in people.items():
+            self.report.add("eval", f"judges.{name}", people_judges.describe(judge))
 
     def _response_length(self, stage: StageCheck, config: EvalConfig) -> int:
         """Return the length of responses that an evaluation samples: its own, or that of PPO."""

@@ -137,8 +137,8 @@ def _changed_hashes(section: str, noun: str, old: Mapping[str, Any], new: Mappin
     after = new.get(section, {})
     for key in before | after:
         if key not in before:
-            is_code = section == "data" and key.startswith(("rewards.", "judges."))  # older versions hashed less
-            if not is_code:
+            is_function = key.startswith(("rewards.", "judges.")) and not key.endswith(".labels")
+            if section != "data" or not is_function:  # older versions hashed no code
                 lines.append(f"{key}: was not set")
         elif key not in after:
             lines.append(f"{key}: no longer set")

@@ -25,7 +25,7 @@ from rlhf_cli.runs.layout import REPORT
 from rlhf_cli.runs.strict_json import Bounds, Count, Interval, Share, StrictModel, describe_problem
 
 PPO_OVER_SFT = "ppo_vs_sft"
-JudgeKind = Literal["model", "function", "verifier", "openai"]
+JudgeKind = Literal["model", "function", "verifier", "openai", "people"]
 
 
 # Policies and win rates
@@ -62,7 +62,7 @@ class WinRate(StrictModel):
     difference_ci95: Interval = None
     agrees_with_reward: Share | None = None
     agrees_with_reward_ci95: Interval = None
-    agreement: dict[str, Agreement] | None = None  # of a pairwise judge with every other judge
+    agreement: dict[str, Agreement] | None = None  # of a pairwise judge or people with every other judge
     consistency: Share | None = None  # of a pairwise judge: both orders name the same answer, or both a tie
     consistency_ci95: Interval = None
     first_slot: Share | None = None  # how often the answer that is shown first wins

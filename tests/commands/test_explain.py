@@ -188,7 +188,12 @@ def test_a_key_is_explained_in_full() -> None:
         ("models.value", "one of reward, policy_head, none, a folder or a hub id", "reward"),
         ("eval.best_of", "a list, each a whole number, at least 2", "[2, 4, 8]"),
         ("eval.modes", "a list, each one of sampled, greedy", '["sampled", "greedy"]'),
-        ("judges", "names, each with module:function, a folder or a hub id, or {builtin, parameters, openai}", "{}"),
+        (
+            "judges",
+            "names, each with module:function, a folder or a hub id, or {builtin, parameters, openai,\n"
+            "            labels}",
+            "{}",
+        ),
         ("ppo.response_length", "a whole number, at least 1, or {min, max}", "53"),
         ("ppo.micro_batch_tokens", "a whole number, at least 1, or auto", "auto"),
     ],

@@ -9,8 +9,11 @@ from statistics import fmean
 
 from rlhf_cli import terminal
 from rlhf_cli.data.labels import PREFERENCES, Label
-from rlhf_cli.statistics import Z95, length_controlled, share_interval
+from rlhf_cli.evaluation.people import comparing_labels, labelled_responses, people_win_rate
+from rlhf_cli.runs.report import WinRate
+from rlhf_cli.statistics import Z95, share_interval
 
+PEOPLE = "people"
 FEWEST_PAIRS = 5  # of which the interval of kappa is estimated
 Interval = tuple[float, float]
 
@@ -117,14 +120,9 @@ def _habits_of(labels: Sequence[Label]) -> AnnotatorHabits:
     return AnnotatorHabits(
         labels=len(labels),
         ties=sum(label.choice == "tie" for label in labels),
-        first_slot=_share([_was_shown_first(label) for label in decided]),
+        first_slot=_share([label.prefers_shown_first for label in decided]),
         longer=_share([_is_longer(label) for label in unequal]),
     )
-
-
-def _was_shown_first(label: Label) -> bool:
-    """Return True if the better answer is the one that was shown first."""
-    return label.order[0] == PREFERENCES.index(label.choice)
 
 
 def _is_longer(label: Label) -> bool:
@@ -143,52 +141,17 @@ def share_of(points: Sequence[float]) -> Share:
     return Share(fmean(values), share_interval(values), len(values))
 
 
-def _interval_text(interval: Interval) -> str:
+def _interval_text(interval: Sequence[float]) -> str:
     return f"[{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How often answers of `policy` were preferred to those of `baseline`; ties and bad pairs count half."""
-
-    policy: str
-    baseline: str
-    rate: Share
-    length_controlled: tuple[float, Interval] | None  # None: one side's answers are nearly always longer
-
-    def __str__(self) -> str:
-        text = (
-            f"{self.policy} is preferred to {self.baseline} in {self.rate} of {self.rate.n} labels, a tie counts half"
-        )
-        if self.length_controlled is None:
-            return text
-        value, interval = self.length_controlled
-        return f"{text}; at equal lengths {value:.2f} {_interval_text(interval)}"
-
-
-def compare(labels: Sequence[Label], policy: str, baseline: str) -> Comparison | None:
-    """Return the comparison of two models by all labels of pairs with an answer of each; None without one.
-
-    The labels of one prompt depend on one another. Skipped pairs do not count.
-    """
-    scores: list[float] = []
-    lengths: list[int] = []
-    prompts: list[str] = []
-    for label in labels:
-        if label.choice == "skip" or set(label.sources) != {policy, baseline}:
-            continue
-        ours = label.sources.index(policy)
-        points = 0.5
-        if label.choice in PREFERENCES:
-            points = float(PREFERENCES.index(label.choice) == ours)
-        scores.append(points)
-        lengths.append(len(label.answers[ours]) - len(label.answers[1 - ours]))
-        prompts.append(label.pair.partition(":")[0])
-    if not scores:
+def compare(labels: Sequence[Label], policy: str, baseline: str) -> WinRate | None:
+    """Return the win rate of one model over another by all labels; None without a pair with an answer of each."""
+    compared = comparing_labels(labels, [policy, baseline])
+    if not compared:
         return None
-    others = [1 - score for score in scores]
-    rate = Share(fmean(scores), share_interval(scores, prompts), len(scores))
-    return Comparison(policy, baseline, rate, length_controlled(scores, others, lengths, prompts))
+    ours, theirs = (labelled_responses(compared, model, PEOPLE) for model in (policy, baseline))
+    return people_win_rate(PEOPLE, compared, ours, theirs)
 
 
 # Output
@@ -202,6 +165,19 @@ def agreement_text(labels: Sequence[Label]) -> str:
     count = sum(each.raw.n for each in found)
     agreed = sum(each.raw.value * each.raw.n for each in found)
     return f"agreement {agreed / count:.2f} of {count}"
+
+
+def habits_text(labels: Sequence[Label], annotator: str) -> list[tuple[str, str]]:
+    """Return what an annotator chose, as names and values for the page."""
+    mine = habits(labels).get(annotator)
+    if mine is None:
+        return []
+    rows = [("Labels", str(mine.labels)), ("Ties", str(mine.ties))]
+    if mine.first_slot is not None:
+        rows.append(("First answer chosen", str(mine.first_slot)))
+    if mine.longer is not None:
+        rows.append(("Longer answer chosen", str(mine.longer)))
+    return rows
 
 
 def print_summary(labels: Sequence[Label], policies: Sequence[str]) -> None:
@@ -221,10 +197,20 @@ def print_summary(labels: Sequence[Label], policies: Sequence[str]) -> None:
     if found:
         terminal.table(["annotators", "pairs", "agreement", "Cohen's kappa"], [_agreement_row(each) for each in found])
     for baseline, policy in combinations(policies, 2):
-        comparison = compare(labels, policy, baseline)
-        if comparison is not None:
-            terminal.out(str(comparison))
+        rate = compare(labels, policy, baseline)
+        if rate is not None:
+            terminal.out(comparison_text(policy, baseline, rate))
     _warn_of_slots(by_annotator)
+
+
+def comparison_text(policy: str, baseline: str, rate: WinRate) -> str:
+    """Return how often the answers of one model were preferred to those of another as a line."""
+    assert rate.ci95 is not None
+    value = f"{rate.value:.2f} {_interval_text(rate.ci95)}"
+    text = f"{policy} is preferred to {baseline} in {value} of {rate.n} labels, a tie counts half"
+    if rate.length_controlled is None or rate.length_controlled_ci95 is None:
+        return text
+    return f"{text}; at equal lengths {rate.length_controlled:.2f} {_interval_text(rate.length_controlled_ci95)}"
 
 
 def _agreement_row(agreement: Agreement) -> list[str]:

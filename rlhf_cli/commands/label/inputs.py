@@ -21,6 +21,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.datasets import Rows
+from rlhf_cli.data.labels import SETTINGS
 from rlhf_cli.data.sampling import prompt_batch
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.data.texts import prompt_key, render_transcript
@@ -33,7 +34,6 @@ from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.stages.common import reading
 from rlhf_cli.stages.common.model_loading import set_turns
 
-SETTINGS = "settings.json"  # what decides the candidates of a folder
 NO_PROMPTS = "none"  # of a run without ppo.yaml
 ORDERS = ("random", "uncertain")
 

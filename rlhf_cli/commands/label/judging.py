@@ -15,7 +15,6 @@ from rlhf_cli.commands.label.session import LabelSession, Shown
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOConfig, RewardSourceSettings
-from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, did_you_mean, shown
 from rlhf_cli.judges.costs import check_calls, describe_cost, describe_most, most_calls, most_tokens
 from rlhf_cli.judges.pairwise import Pair, PairwiseJudge
@@ -82,22 +81,12 @@ class ScoringJudge:
         records: list[dict[str, Any]] = []
         for each in pairs:
             for answer, ended in zip(each.answers, each.ended, strict=True):
-                prompt, response = encode_answer(self.inputs.tokenizer, each.pair.prompt, answer, ended=ended)
+                prompt, response = data.encode_answer(self.inputs.tokenizer, each.pair.prompt, answer, ended=ended)
                 prompt_ids.append(prompt)
                 response_ids.append(response)
                 records.append(self.inputs.prompts[_prompt_row(each)].record)
         rollout = Rollout.from_lists(prompt_ids, response_ids, stop_token_id=self.stop_token_id)
         return scores_of(self.source, replace(rollout, records=tuple(records)).to(device()))
-
-
-def encode_answer(
-    tokenizer: Any, prompt: str | Conversation, answer: str, *, ended: bool
-) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt and of any answer to it; one that was cut off has no stop token."""
-    prompt_ids, response_ids = data.encode_many(tokenizer, [prompt], [answer], any_text=True)[0]
-    if not ended and len(response_ids) > 1:
-        response_ids = response_ids[:-1]
-    return prompt_ids, response_ids
 
 
 def _prompt_row(shown_pair: Shown) -> int:

@@ -73,6 +73,19 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
     if label_options.import_ is not None:  # of other annotators
         count = str(session.store_size)
     terminal.say(f"label    {count} labels in {shown(labels_folder / LABELS)}")
+    if session.store_size:
+        terminal.say(f"next: {_next_step(inputs.run, labels_folder.name, label_options)}")
+
+
+def _next_step(run: Path, name: str, label_options: LabelOptions) -> str:
+    """Return what the labels are for."""
+    path = f"{LABELS_FOLDER}/{name}"
+    if label_options.compare is None:
+        return f"name them in {shown(run / 'reward.yaml')}, data: {{train: {path}}}, then rlhf run {shown(run)}"
+    if label_options.by is not None:
+        return f"labels of people: rlhf label {shown(run)} --compare {label_options.compare}"
+    file = shown(run / "eval.yaml")
+    return f"name them in {file}, judges: {{people: {{labels: {path}}}}}, then rlhf run {shown(run)}"
 
 
 def _draw(folder: Path, inputs: LabelInputs, label_options: LabelOptions, options: Options) -> CandidateFile:

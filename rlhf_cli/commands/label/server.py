@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.label.agreement import agreement_text
+from rlhf_cli.commands.label.agreement import agreement_text, habits_text
 from rlhf_cli.commands.label.session import LabelSession, Refused, Shown
 from rlhf_cli.data.labels import MAX_SECONDS
 from rlhf_cli.errors import RLHFError
@@ -113,7 +113,8 @@ class LabelServer:
             return _json({"error": str(error)}, 409)
         except RLHFError as error:
             terminal.say(str(error))
-            return _json({"error": error.problems[0].text}, 507)
+            problem = error.problems[0]
+            return _json({"error": f"{problem.text}; {problem.hint}"}, 507)
         self.changed(self.session.done - before)
         return _json(self._view(annotator, shown), 200)
 
@@ -141,6 +142,7 @@ class LabelServer:
             "agreement": agreement_text(self.session.store.labels),
             "last": last.pair if last and last.pair in self.session.pairs else None,
             "tags": list(self.tags),
+            "summary": habits_text(self.session.store.labels, annotator) if shown is None else [],
             "shown": None,
         }
         if shown is not None:

@@ -126,6 +126,7 @@ class LabelSession:
             annotator=annotator,
             seconds=round(seconds, 3),
             time=round(time.time(), 3),
+            ended=list(pair.ended),
             tags=list(tags),
             rlhf=__version__,
         )

@@ -30,6 +30,7 @@ class LabelStore:
             text = f"an unfinished last line of {removed} bytes is removed: it was never acknowledged"
             terminal.say(f"label    {shown(self.path)}: {text}")
         self._labels = {key: label for key, (_, label) in read_labels(self.path).items()}
+        self._size = self.path.stat().st_size
 
     @property
     def labels(self) -> list[Label]:
@@ -39,7 +40,10 @@ class LabelStore:
         return self._labels.get((pair, annotator))
 
     def add(self, label: Label) -> None:
-        """Append a label. Raises RLHFError E03 if it cannot be written; then the file is as before."""
+        """Append a label. Raises RLHFError E03 if it cannot be written, D20 if the file has been edited meanwhile.
+
+        Then the file is as before.
+        """
         key = label.pair, label.annotator
         assert key not in self._labels
         self._append(label.row())
@@ -51,13 +55,21 @@ class LabelStore:
         return mine[-1] if mine else None
 
     def undo(self, label: Label, time: float) -> None:
-        """Take a label back, by a further line. Raises RLHFError E03 as `add`."""
+        """Take a label back, by a further line. Raises RLHFError as `add`."""
         self._append({"undo": label.pair, "annotator": label.annotator, "time": time})
         del self._labels[label.pair, label.annotator]
 
     def _append(self, row: Mapping[str, Any]) -> None:
         try:
+            self._require_unchanged()
             append_rows(self.path, [row])
+            self._size = self.path.stat().st_size
         except OSError as error:
             text = f"the label cannot be written to {shown(self.path)}: {error.strerror or error}"
             raise RLHFError("E03", text, hint=DISK_HINT) from error
+
+    def _require_unchanged(self) -> None:
+        """Raise RLHFError D20 if another program has written the file: a line could be joined to its last one."""
+        if self.path.stat().st_size != self._size:
+            text = f"{shown(self.path)} was edited while it is labelled, and the label is not saved"
+            raise RLHFError("D20", text, hint="run the command again, which reads the file")

@@ -24,7 +24,7 @@ BOUNDS = ("gt", "ge", "lt", "le")
 class PathField:
     """Annotation of a key for a file, folder or model; `kind` selects how its text is resolved."""
 
-    kind: str  # data, run, model, value, judge or template
+    kind: str  # data, run, model, value, judge, template or folder
     keywords: tuple[str, ...] = ()  # values that are not paths
 
 

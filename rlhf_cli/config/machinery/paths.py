@@ -53,7 +53,8 @@ class PathValue:
             return self.text
         path = Path(os.path.relpath(self.text, folder)).as_posix()
         kind = self.field.kind
-        is_clear = path.startswith(".") or kind in ("run", "template") or (kind == "data" and is_file_name(path))
+        is_no_hub_id = kind in ("run", "template", "folder") or (kind == "data" and is_file_name(path))
+        is_clear = path.startswith(".") or is_no_hub_id
         return path if is_clear else f"./{path}"  # without the dot, a missing folder would be read as a hub id
 
 
@@ -105,6 +106,8 @@ def _resolve(text: str, field: PathField, base: str, run: str) -> str:
             return run
         case "data":
             return resolve_data(text, base)
+        case "folder":
+            return _absolute(text, base)
         case "template":
             path = _absolute(text, base)
             return path if os.path.isfile(path) else text

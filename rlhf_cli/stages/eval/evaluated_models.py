@@ -114,7 +114,7 @@ def load_judges(
     for name in loaded.config.judges:
         if name in functions:
             judges[name] = partial(score_texts, name, functions[name])
-        elif name not in loaded.config.pairwise_judges:
+        elif name not in loaded.config.comparing_judges:
             judges[name] = _load_model_judge(loaded, policy_text, f"judges.{name}")
     return judges
 

@@ -21,6 +21,7 @@ from rlhf_cli.rewards.function import RewardContext, load_function
 from rlhf_cli.rewards.signature import RewardFn, check_columns, missing_column, named_columns
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import lifecycle, model_loading, reading
+from rlhf_cli.stages.eval.people_judges import PeopleJudge, read_people
 
 MAX_GROUPS = 20  # values of `eval.by`
 
@@ -36,6 +37,7 @@ class EvaluationInputs:
     functions: dict[str, RewardFn]  # judges that are functions
     series: SnapshotSeries
     missing_eos_penalty: float
+    people: dict[str, PeopleJudge]
 
 
 def load_inputs(config: EvalConfig, stage: lifecycle.StageRun) -> EvaluationInputs:
@@ -72,6 +74,7 @@ def load_inputs(config: EvalConfig, stage: lifecycle.StageRun) -> EvaluationInpu
         functions=functions,
         series=find_snapshots(config, ppo),
         missing_eos_penalty=missing_eos_penalty(settings),
+        people=read_people(config, stage.parents, usable),
     )
 
 

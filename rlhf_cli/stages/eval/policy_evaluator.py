@@ -32,21 +32,29 @@ from rlhf_cli.stages.eval.evaluated_models import (
     policies_to_evaluate,
 )
 from rlhf_cli.stages.eval.evaluation_inputs import EvaluationInputs
+from rlhf_cli.stages.eval.people_judges import PeopleJudge
 
 NEAR_GREEDY_TEMPERATURE = 0.01  # TRL 1.12's evaluation generations
 
 
-def evaluate_policies(
-    config: EvalConfig, stage: lifecycle.StageRun, inputs: EvaluationInputs
-) -> tuple[list[EvalResponses], list[EvalResponses]]:
+@dataclass(frozen=True)
+class Evaluated:
+    """The scored answers of an evaluation."""
+
+    responses: list[EvalResponses]  # of all policies, and SFT's best of n
+    draws: list[EvalResponses]  # of SFT for best of n and the limit, the latter without texts
+    labelled: dict[str, tuple[EvalResponses, EvalResponses]]  # of PPO and SFT, by the judge whose labels are of them
+
+
+def evaluate_policies(config: EvalConfig, stage: lifecycle.StageRun, inputs: EvaluationInputs) -> Evaluated:
     """Sample and score each policy in each mode, PPO's snapshots and interpolations, and best of n of the SFT policy.
 
-    Returns their responses, and the SFT policy's draws for best of n and the limit, the latter without texts.
     At most one other policy is in memory besides the SFT policy. Each rank samples a part of the prompts.
     """
     sft = stage.parents["models.sft"]
     loaded = EvaluatedModels(config, stage, inputs.tokenizer)
-    policy_text = scoring.PolicyText(sft, inputs.tokenizer, inputs.sampling.stop_token_id, inputs.prompts)
+    prompts = [*inputs.prompts, *chain.from_iterable(judge.prompts for judge in inputs.people.values())]
+    policy_text = scoring.PolicyText(sft, inputs.tokenizer, inputs.sampling.stop_token_id, prompts)
     evaluator = PolicyEvaluator(
         config,
         inputs.tokenizer,
@@ -63,7 +71,17 @@ def evaluate_policies(
         evaluated = _evaluate_each(policies, loaded, evaluator, bar)
         draws = _draw_from_sft(config, loaded, evaluator, bar)
     best_of_n = [select_best_of_n(draws[:n]) for n in config.eval.best_of]
-    return evaluated + best_of_n, draws
+    return Evaluated(
+        responses=evaluated + best_of_n,
+        draws=draws,
+        labelled={name: _score_labelled(judge, evaluator) for name, judge in inputs.people.items()},
+    )
+
+
+def _score_labelled(judge: PeopleJudge, evaluator: "PolicyEvaluator") -> tuple[EvalResponses, EvalResponses]:
+    """Return the labelled answers of PPO and SFT with the scores of all other judges."""
+    ppo, sft = (evaluator.score(judge.responses(model), judge.prompts) for model in ("ppo", "sft"))
+    return ppo, sft
 
 
 def _announce_limit(config: EvalConfig, num_prompts: int) -> None:
@@ -146,6 +164,25 @@ class PolicyEvaluator:
                 scores[judge] = self.process_group.run_on_main(partial(source, rows))
         _require_finite(name, {"KL": responses.kl or [], **scores})
         return replace(responses, scores=scores)
+
+    def score(self, answers: EvalResponses, prompts: Sequence[data.Prompt]) -> EvalResponses:
+        """Return given answers with the scores of all judges beside those that they have."""
+        encoded = []
+        for prompt, answer, ended in zip(prompts, answers.responses, answers.ended, strict=True):
+            encoded.append(data.encode_answer(self.tokenizer, prompt.text, answer, ended=ended))
+        prompt_ids, response_ids = zip(*encoded, strict=True)
+        rollout = Rollout.from_lists(prompt_ids, response_ids, stop_token_id=self.sampling.stop_token_id)
+        rollout = replace(rollout, records=Prompts.of(prompts).records).to(devices.device())
+        rows = TextRows.of(rollout, self.tokenizer)
+
+        scores = dict(answers.scores)
+        for judge, source in self.judges.items():
+            if isinstance(source, ModelReward):
+                scores[judge] = source(rollout).tolist()
+            else:
+                scores[judge] = self.process_group.run_on_main(partial(source, rows))
+        _require_finite(answers.model, scores)
+        return replace(answers, scores=scores)
 
     def _sample(
         self,

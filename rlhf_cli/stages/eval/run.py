@@ -15,7 +15,8 @@ from rlhf_cli.runs.report import FrontierPoint, Report
 from rlhf_cli.stages.common import lifecycle
 from rlhf_cli.stages.eval.evaluation_inputs import EvaluationInputs, load_inputs
 from rlhf_cli.stages.eval.pairwise_judges import add_win_rates, open_judges
-from rlhf_cli.stages.eval.policy_evaluator import evaluate_policies
+from rlhf_cli.stages.eval.people_judges import add_people
+from rlhf_cli.stages.eval.policy_evaluator import Evaluated, evaluate_policies
 from rlhf_cli.tracking.trackers import Trackers
 
 MAX_TRACKED_PROMPTS = 32  # in trackers; samples.jsonl has all
@@ -32,11 +33,9 @@ def run(config: EvalConfig, options: Options) -> None:
 def _evaluate(config: EvalConfig, stage: lifecycle.StageRun) -> None:
     inputs = load_inputs(config, stage)
     judges = stage.process_group.run_on_main(lambda: open_judges(config, len(inputs.prompts)))
-    evaluated, draws = evaluate_policies(config, stage, inputs)
+    evaluated = evaluate_policies(config, stage, inputs)
     runs.require_unchanged(stage.parents)
-    report = stage.process_group.run_on_main(
-        lambda: _write_report(config, stage, inputs, judges, evaluated=evaluated, draws=draws)
-    )
+    report = stage.process_group.run_on_main(lambda: _write_report(config, stage, inputs, judges, evaluated))
     contents = report.to_json()
     stage.complete({"metrics": {name: contents[name] for name in ("win_rate", "models")}})
 
@@ -46,22 +45,22 @@ def _write_report(
     stage: lifecycle.StageRun,
     inputs: EvaluationInputs,
     judges: Mapping[str, PairwiseJudge],
-    *,
-    evaluated: Sequence[EvalResponses],
-    draws: Sequence[EvalResponses],
+    evaluated: Evaluated,
 ) -> Report:
     """Write samples.jsonl and report.json, and tell the trackers; return the report."""
-    report = build_report(config, evaluated, inputs.columns, inputs.sampling, stage.parents, inputs.series)
-    report = add_win_rates(report, judges, inputs.prompts, evaluated)
+    responses = evaluated.responses
+    report = build_report(config, responses, inputs.columns, inputs.sampling, stage.parents, inputs.series)
+    report = add_win_rates(report, judges, inputs.prompts, responses)
+    report = add_people(report, inputs.people, evaluated.labelled)
     if config.eval.limit:
-        limit = build_limit(draws, evaluated, inputs.missing_eos_penalty)
+        limit = build_limit(evaluated.draws, responses, inputs.missing_eos_penalty)
         report = report.with_changes(limit=limit)
 
     samples = config.folder / "samples.jsonl"
     samples.unlink(missing_ok=True)  # of a killed process; a link may lead elsewhere
-    jsonl.write_jsonl(samples, sample_rows(evaluated, inputs.columns))
+    jsonl.write_jsonl(samples, sample_rows(responses, inputs.columns))
     runs.write_json(config.folder / REPORT, report.to_json())
-    track(config, report, evaluated, inputs.columns)  # last: a tracker's failure must not change the report
+    track(config, report, responses, inputs.columns)  # last: a tracker's failure must not change the report
     return report
 
 

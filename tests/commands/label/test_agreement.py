@@ -76,8 +76,8 @@ def test_a_policy_is_compared_by_all_labels_of_pairs_with_both() -> None:
     labels = labels_of("x", ["first", "second", "second", "tie", "skip"])
     mixed = [replace(label, sources=["sft", "ppo"]) for label in labels]
     found = agreement.compare([*mixed, *labels], "ppo", "sft")  # those of sft alone do not count
-    assert found is not None and found.rate.n == 4 and found.rate.value == pytest.approx(2.5 / 4)
-    assert "ppo is preferred to sft in 0.62 [" in str(found)
+    assert found is not None and found.n == 4 and found.value == pytest.approx(2.5 / 4)
+    assert "ppo is preferred to sft in 0.62 [" in agreement.comparison_text("ppo", "sft", found)
     assert agreement.compare(labels, "ppo", "sft") is None
 
 
@@ -85,6 +85,6 @@ def test_pairs_of_one_prompt_are_not_independent() -> None:
     alone = [replace(label, sources=["sft", "ppo"]) for label in labels_of("x", ["first", "second"] * 10)]
     of_few = [replace(label, pair=f"{row % 4}:0-{row}") for row, label in enumerate(alone)]
     narrow, wide = (agreement.compare(labels, "ppo", "sft") for labels in (alone, of_few))
-    assert narrow is not None and wide is not None
-    assert narrow.rate.value == wide.rate.value
-    assert wide.rate.interval[1] - wide.rate.interval[0] > 1.5 * (narrow.rate.interval[1] - narrow.rate.interval[0])
+    assert narrow is not None and narrow.ci95 and wide is not None and wide.ci95
+    assert narrow.value == wide.value
+    assert wide.ci95[1] - wide.ci95[0] > 1.5 * (narrow.ci95[1] - narrow.ci95[0])

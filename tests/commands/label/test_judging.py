@@ -13,7 +13,6 @@ from stand_in_judge import MODEL, stand_in
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data
-from rlhf_cli.commands.label import judging
 from rlhf_cli.judges import endpoint
 from rlhf_cli.models import tokenizers
 
@@ -66,8 +65,8 @@ def test_an_answer_that_a_chat_template_cannot_render_is_encoded(run: Path) -> N
     tokenizer.chat_template = tokenizer.chat_template.replace(content, f"{content}.split('</think>')[-1]")
     prompt = [{"role": "user", "content": "hi"}]
     answer = "<think>a</think> b </think> c"
-    _, whole = judging.encode_answer(tokenizer, prompt, answer, ended=True)
-    _, cut = judging.encode_answer(tokenizer, prompt, answer, ended=False)
+    _, whole = data.encode_answer(tokenizer, prompt, answer, ended=True)
+    _, cut = data.encode_answer(tokenizer, prompt, answer, ended=False)
     assert whole[:-1] == cut and tokenizer.decode(cut) == answer
 
 
