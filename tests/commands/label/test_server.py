@@ -18,7 +18,7 @@ from label_run import pairs, session
 from run_cli import rlhf
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.label import server, store
+from rlhf_cli.commands.label import server
 from rlhf_cli.commands.label.server import LabelServer
 from rlhf_cli.commands.label.session import LabelSession, Pair
 from rlhf_cli.commands.label.store import LabelStore
@@ -104,7 +104,7 @@ def test_a_full_disk_is_said_on_the_page_and_the_server_continues(
 
     client = Client(session(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(store.os, "fsync", full)
+        patch.setattr(os, "fsync", full)
         response = client.post("label", pair="0:0-1", choice="1", seconds=1)
     assert response.status_code == 507 and "No space left" in response.json()["error"]
     assert client.post("label", pair="0:0-1", choice="1", seconds=1).status_code == 200
