@@ -103,7 +103,7 @@ complexity: $(VENV)/.installed-test ## where the code is hard to read: AST nodes
 	@$(VENV)/bin/python scripts/complexity.py
 
 check: lint ## style, types and the fast tests
-	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not distributed and not browser and not training" $(PARALLEL)
+	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not distributed and not browser and not vllm and not full" $(PARALLEL)
 
 smoke: $(VENV)/.installed ## the whole chain on tiny models in a temporary folder
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \

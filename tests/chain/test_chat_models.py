@@ -31,7 +31,7 @@ SHORT = {
 }  # fmt: skip
 CHAT = [name for name in (families.FAMILIES | families.NEWER) if name not in ("gpt2", "pythia")]
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(autouse=True)

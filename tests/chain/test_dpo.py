@@ -60,7 +60,7 @@ def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_run_with_dpo_yaml_trains_it_and_evaluates_it_as_a_policy(finished: Path) -> None:
     manifest = json.loads((finished / "dpo/manifest.json").read_text())
     assert manifest["metrics"]["accuracy"] > 0.9 and manifest["parents"]["model.path"]["path"] == "../sft"
@@ -78,7 +78,7 @@ def test_a_run_with_dpo_yaml_trains_it_and_evaluates_it_as_a_policy(finished: Pa
     assert 'id="dpo"' in text and "Stages: sft, dpo, eval" in text and "Pair accuracy" in text
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_its_model_chats_is_exported_and_served(finished: Path, tmp_path: Path) -> None:
     replies = must_succeed(rlhf("chat", finished, "--stage", "dpo", input="Tell me about the sun.\n"))
     assert replies.stdout.strip() and "KL" in replies.stderr and "mine/dpo" in replies.stderr

@@ -58,7 +58,7 @@ def test_a_snapshot_is_exported(day: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert all(exported[name].equal(kept[name]) for name in kept)
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize(("day", "stage"), [(day, stage) for day, stages in STOPPED.items() for stage in stages])
 def test_a_stopped_stage_resumes(day: str, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = unpacked(day, tmp_path, monkeypatch)

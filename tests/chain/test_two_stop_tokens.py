@@ -25,7 +25,7 @@ from rlhf_cli.stages import reward
 from rlhf_cli.stages.common import lifecycle, model_loading, reading
 from tests.reference.comparison import compare_run, disagreements
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 STOP, PAD = "<|im_end|>", "<|endoftext|>"
 THINGS = ["river", "sun", "moon", "tree", "bird", "stone", "cloud", "fish"]

@@ -612,7 +612,7 @@ def test_a_damaged_text_is_read_or_is_an_error(suffix: str, which: int, faults: 
         assert {problem.code for problem in error.problems} <= {"C03", "C08", "C09", "S02"}
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_converted_command_trains(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run_folder)
     Path("ppo.sh").write_text(

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs/ppo.md").read_text(encoding="utf-8").partition("## Use as a
 PROGRAM, CALLS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.skipif(not MODEL.exists(), reason="../shared is not there")
 def test_the_program_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its first six updates, in this process: the schedule is of 30, so that they are those of the page."""

@@ -65,7 +65,7 @@ def lists_of(rollout) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, responses
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_the_script_runs() -> None:
     """A few steps of each stage; the whole script takes a minute."""
     code = f"import runpy; runpy.run_path({str(SCRIPT)!r})['main'](sft_steps=2, reward_steps=2, updates=1)"

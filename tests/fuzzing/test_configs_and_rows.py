@@ -24,7 +24,7 @@ from rlhf_cli.errors import CODES
 from rlhf_cli.rewards import trial
 from tests.conftest import turns
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 LINE = re.compile(r"(error|warning)\[(\w+)\]: (\S.*)")
 TEXTS = {
     "sft": [

@@ -77,7 +77,7 @@ def test_selecting_by_what_ppo_was_trained_on_is_warned_of(run_folder: Path) -> 
     assert "hint: select by a judge that PPO never saw" in result.stderr
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_rlhf_run_checks_everything_first(run_folder: Path) -> None:
     """A fault of the third stage ends it before the first one."""
     jsonl.write_jsonl(run_folder / "prompts.jsonl", [{"prompt": f"Tell me about {n}."} for n in range(70)])
@@ -250,7 +250,7 @@ def test_t04_and_t05_against_a_stage_that_is_still_to_run(run_folder: Path) -> N
     assert "error[T05]: reward.yaml:1: model.chat_template is not that of the SFT stage" in check(".").stderr
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_finished_stages_and_the_output_of_another_config(run_folder: Path) -> None:
     assert rlhf("sft").exit_code == 0
     whole = lines(check(".").stdout)
@@ -281,7 +281,7 @@ def test_overrides_reach_the_stages(run_folder: Path) -> None:
     assert "error[C06]: --set ppo.total_episodes" not in result.stderr and "error[C11]: --set seed" in result.stderr
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_the_steps_of_a_run_are_those_that_it_takes(folder: Path) -> None:
     sizes = "num_train_epochs: 1.5, per_device_train_batch_size: 7, gradient_accumulation_steps: 3"
     replace("sft.yaml", "max_steps: 1", sizes)

@@ -147,7 +147,7 @@ def test_a_cpu_attends_to_no_padding_which_repeats_the_tokens_of_its_row():
 # compiled layers
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"gradient_checkpointing": True, "entropy_coef": 0.1}, marks=pytest.mark.slow)]
 )

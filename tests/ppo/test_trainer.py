@@ -140,7 +140,7 @@ def test_an_engine_that_samples_another_distribution_is_rejected(key, value):
 # It learns, and refuses to learn from nonsense
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_bandit_learns_to_say_seven_and_the_kl_penalty_limits_it():
     def sevens(prompts, responses):
         return [float(response.split().count("7")) for response in responses]

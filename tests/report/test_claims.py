@@ -19,7 +19,7 @@ from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.report.rules import RULES
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 RUNS, MOST = 1000, 0.065
 EFFECTS, LEAST = 40, 0.2  # runs with an effect, and the share that states it: some have only 32 prompts
 World = tuple[Callable[..., Iterator[str]], dict[str, Any]]

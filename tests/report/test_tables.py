@@ -43,7 +43,7 @@ STAGES = ("sft", "reward", "ppo", "eval")
 
 @pytest.fixture(autouse=True)
 def _no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("training") is None:
+    if request.node.get_closest_marker("full") is None:
         draws_nothing(monkeypatch)
 
 
@@ -344,7 +344,7 @@ def test_equal_files_give_equal_pages(run: Path, tmp_path: Path) -> None:
 # At the end of an evaluation
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_an_evaluation_writes_its_page_outside_its_manifest(run_folder: Path) -> None:
     assert ppo(run_folder).exit_code == 0
     command = ("eval", "-c", run_folder / "eval.yaml", "-s", "eval.best_of=[]")

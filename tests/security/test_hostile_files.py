@@ -82,7 +82,7 @@ def test_m08_code_in_a_models_folder_is_never_run(folder: Path, stage: str, mode
     assert not mark.exists() and not (folder / stage / "manifest.json").exists()
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_trust_remote_code_runs_the_code_and_is_recorded(folder: Path) -> None:
     mark = plant_code(folder / "model", "config.json")
     for stage in ("sft", "reward"):
@@ -105,7 +105,7 @@ def test_trust_remote_code_runs_the_code_and_is_recorded(folder: Path) -> None:
         load.load_reward_model("unused")
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_planted_module_in_the_working_directory_is_not_imported(folder: Path) -> None:
     """`rlhf run` starts child processes by `python -m`, which by default imports from the working directory."""
     for name in ("yaml", "torch", "pydantic"):

@@ -38,7 +38,7 @@ def test_the_best_is_the_first_of_the_highest_scores_and_an_end_counts() -> None
     assert select_best(rewards, ended, 3, 0.25)[1].tolist() == [1, 1]
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_it_trains_on_the_answers_that_transformers_scores_highest(run_folder: Path) -> None:
     """Answers are found again by sampling each draw alone, and scoring it without the package."""
     write(run_folder, "sft", CONFIG)
@@ -73,7 +73,7 @@ def test_it_trains_on_the_answers_that_transformers_scores_highest(run_folder: P
         assert found == pytest.approx((scores[best], fmean(scores)), abs=1e-4)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_run_that_ends_while_it_samples_or_trains_gives_the_same_bytes(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_run_that_ends_while_it_samples_or_trains_gives_the_same_bytes(
         assert (run_folder / "sft" / name).read_bytes() == (run_folder / "straight/sft" / name).read_bytes()
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.usefixtures("no_page")
 def test_an_evaluation_has_it_as_a_policy_with_a_higher_reward(trained_folder: Path) -> None:
     """On its own prompts, whose best answers it has learned by heart."""
@@ -141,7 +141,7 @@ def test_errors_are_one_line_with_their_code(run_folder: Path, changes: dict[str
     assert result.stderr.count("error[") == 1
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_reward_model_with_other_tokens_gets_the_text_encoded_again(run_folder: Path) -> None:
     write(run_folder, "sft", CONFIG)
     tokenizer = json.loads((run_folder / "reward_model/tokenizer.json").read_text())

@@ -28,7 +28,7 @@ from rlhf_cli.stages.common import scoring, training_rows
 from rlhf_cli.statistics import share_interval
 from tests.conftest import World
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 METRICS = {"loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens"}
 TRAIN_KEYS = METRICS | {"grad_norm", "lr", "epoch"}

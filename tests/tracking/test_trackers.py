@@ -163,7 +163,7 @@ def test_r16_a_tracker_that_fails_is_closed(
 # Before a run
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_e06_a_library_that_is_missing(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     write(run_folder, "ppo", {**PPO, "output": {"report_to": ["tensorboard", "trackio"]}})

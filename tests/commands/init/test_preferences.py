@@ -49,7 +49,7 @@ FORMS = {
 @pytest.fixture(autouse=True)
 def _fixed_speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the measurement, which takes seconds on a busy machine, except where a run is trained."""
-    if not request.node.get_closest_marker("training"):
+    if not request.node.get_closest_marker("full"):
         monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(training=20_000.0, generation=4_000.0))
 
 
@@ -229,7 +229,7 @@ def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["ppo.yaml"] and not new.exists()
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_file_of_pairs_leads_to_a_finished_run(
     data: dict[str, Path], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from rlhf_cli import data
 from rlhf_cli.commands.label import judging
 from rlhf_cli.models import tokenizers
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture

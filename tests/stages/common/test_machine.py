@@ -55,7 +55,7 @@ def test_e01_float16_on_the_cpu(folder: Path, stage: str, place: str) -> None:
 
 
 @on_a_cpu
-@pytest.mark.training
+@pytest.mark.full
 def test_e01_the_stages_say_it_too_and_train_in_float32(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 where there is none: as a GPU without it answers."""
     monkeypatch.setattr(devices, "supports_dtype", lambda name: name == "float32")
@@ -132,7 +132,7 @@ def test_e03_counts_shards_and_shared_layers(three: Path, monkeypatch: pytest.Mo
     assert needed("ppo", "ppo.num_shared_layers=1") < needed("ppo")
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_e03_a_finished_stage_needs_no_room(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rlhf("sft").exit_code == 0
     shutil.rmtree("sft/state")
@@ -182,7 +182,7 @@ def test_e09_what_bits_need_is_an_extra(
     assert check(f"{stage}.yaml").exit_code == 0  # nothing else needs it
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_e03_a_disk_that_is_full_on_the_way(three: Path) -> None:
     """After the first state no file may grow beyond the limit, whoever writes it: the state before it is still good.
 
@@ -375,7 +375,7 @@ PLAIN_LAUNCH = {
 }  # fmt: skip
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "changes"),
     [("sft", CHANGE_A_TRAINING), pytest.param("reward", CHANGE_A_TRAINING[-1:], marks=pytest.mark.slow)],
@@ -408,7 +408,7 @@ def test_e10_check_says_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @on_a_cpu
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.slow  # test_one_process_of_a_launcher starts the same command
 def test_e10_accelerate_launch_trains_what_the_config_says(three: Path, tmp_path: Path) -> None:
     """Its config file and its options set variables of the same names."""
@@ -424,7 +424,7 @@ def test_e10_accelerate_launch_trains_what_the_config_says(three: Path, tmp_path
     assert "warning[E10]: ACCELERATE_MIXED_PRECISION=bf16" in result.stderr and models[0] == models[1]
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_one_process_of_a_launcher_computes_what_a_plain_one_does(three: Path) -> None:
     """accelerate opens a group on the CPU, and would take all cores for it, which changes the rounding.
 

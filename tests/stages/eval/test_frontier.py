@@ -20,7 +20,7 @@ from rlhf_cli.models import tokenizers
 from rlhf_cli.report import frontier
 from rlhf_cli.runs.report import Report
 
-pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
 # The reward prefers more letters e without a limit; gold prefers a share of one half.
 JUDGES = """
 def hackable(prompts, responses):

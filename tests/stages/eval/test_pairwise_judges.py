@@ -16,7 +16,7 @@ from rlhf_cli.data import Prompt
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.stages.eval import pairwise_judges
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 QUICK = {"n": 12, "best_of": [2], "frontier": False, "modes": ["sampled"], "per_device_batch_size": 8}
 
 

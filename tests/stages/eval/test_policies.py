@@ -32,7 +32,7 @@ from rlhf_cli.stages.eval import evaluated_models, evaluation_inputs
 from rlhf_cli.stages.eval import run as stage
 from rlhf_cli.stages.eval.evaluated_models import EvaluatedModels
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 QUICK = {"n": 8, "best_of": [2], "frontier": False, "per_device_batch_size": 8}
 POLICIES = {"same": "same", "before": "sft_model", "half": "half"}
 

@@ -76,7 +76,7 @@ def test_a_source_is_clipped_before_it_is_weighted():
     assert trainer.make_experience(ROLLOUT).scores.tolist() == [10 * 1.0 + 5.0, 10 * -1.5 + 1.0]
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
     shutil.copytree(run_folder / "reward_model", run_folder / "second")
     votes = {"models": {"one": "reward_model", "two": "second"}, "combine": "mean_minus_std", "std_coef": 0.5}
@@ -112,7 +112,7 @@ async def later(prompts, responses):
 """
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize("kind", BREAKS)
 def test_r05_a_source_of_any_kind_that_fails_leaves_a_checkpoint_to_resume_from(run_folder, monkeypatch, kind):
     """The weights equal those of a run without the fault; tests/rewards/test_http.py tests an endpoint."""
@@ -197,7 +197,7 @@ def give_template(model):
     tokenizer.save_pretrained(model)
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize("conversations", [False, True])
 def test_a_reward_file_of_grpo_runs_as_it_is_and_resumes_to_the_same_bytes(grpo_folder, conversations):
     if conversations:
@@ -227,7 +227,7 @@ def test_a_reward_file_of_grpo_runs_as_it_is_and_resumes_to_the_same_bytes(grpo_
     assert disagreements(compare_run(grpo_folder)) == {}
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_judge_reads_columns_and_scores_every_row(grpo_folder):
     must_succeed(ppo(grpo_folder, "-s", "ppo.total_episodes=8"))
     judge = ["eval", "-c", grpo_folder / "eval.yaml", "--fresh"]
@@ -315,7 +315,7 @@ def write_functions(folder, *names):
     write(folder, "ppo", {**GRPO_PPO, "rewards": {name: {"function": f"shapes:{name}"} for name in names}})
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize("template", [False, True])
 def test_functions_of_openrlhf_and_trlx_run_as_they_are(shapes_folder, template):
     """With a chat template OpenRLHF's queries have its special tokens."""
@@ -382,7 +382,7 @@ def test_a_function_that_another_response_may_not_stop_is_not_checked(grpo_folde
     assert after.keys() == before.keys() and all(after[path] == before[path] for path in after if path != grpo_folder)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_the_reward_functions_of_the_cases(shapes_folder):
     """Each is taken, or refused by check with the cause."""
     cases = SHARED / "cases/rewards_shapes.py"
@@ -435,7 +435,7 @@ def test_c17_a_file_by_the_name_of_an_installed_module(grpo_folder, module, func
     fails(rlhf("check", grpo_folder / "ppo.yaml"), "C17", *says)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_verifiers_as_rewards_and_as_judges(grpo_folder):
     right = {"builtin": "exact_match", "parameters": {"column": "letter", "extract": "[a-z]"}}
     long = {"builtin": "regex", "parameters": {"column": "task"}, "weight": 0, "clip": None}
@@ -509,7 +509,7 @@ def pooled(prompts, responses):
 """
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_function_may_fork_workers_and_a_slow_one_is_said(run_folder):
     """Workers that had the run's handlers went on after the pool's SIGTERM, and the run hung.
 
