@@ -31,6 +31,7 @@ from ppo_folder import (  # noqa: F401  (fixtures of the stage tests)
     trained_folder,
     trained_once,
 )
+from report_run import empty_figures, figures  # noqa: F401  (fixtures of the tests of pages)
 
 from rlhf_cli import jsonl, runs, terminal
 

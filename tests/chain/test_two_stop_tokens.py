@@ -12,7 +12,6 @@ import families
 import pytest
 import torch
 from ppo_folder import write
-from report_run import draws_nothing
 from run_cli import must_succeed, rlhf
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -101,7 +100,6 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], float]]:
         return scores
 
     monkeypatch.setattr(ModelReward, "__call__", recorded)
-    draws_nothing(monkeypatch)
     return rows
 
 

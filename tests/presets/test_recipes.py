@@ -17,7 +17,6 @@ import pyarrow.parquet
 import pytest
 import run_cli
 from ppo_folder import lines, must_succeed
-from report_run import draws_nothing
 from transformers import AutoTokenizer
 
 from rlhf_cli import config
@@ -75,12 +74,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return Hub(tmp_path / "cache")
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matplotlib takes longer than the stages."""
-    draws_nothing(monkeypatch)
-
-
 def rlhf(*arguments: object) -> Any:
     return must_succeed(run_cli.rlhf(*arguments))
 
@@ -129,6 +122,7 @@ CHANGED = {"per_device_train_batch_size", "gradient_accumulation_steps", "local_
 CHANGED |= {"per_device_eval_batch_size", "per_device_batch_size", "gradient_checkpointing", "optim", "offload"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "gpu", "memory", "adapters"),
     [
@@ -179,6 +173,7 @@ def test_a_recipe_is_fitted_to_a_gpu(
         assert batches[0] == batches[1]
 
 
+@pytest.mark.full
 def test_a_changed_rate_is_written_without_binary_digits(tmp_path: Path) -> None:
     must_succeed(rlhf("init", "hh", tmp_path / "run", "--gpu", "12", "--baselines"))
     assert "learning_rate: 1e-5 " in (tmp_path / "run/dpo.yaml").read_text()

@@ -11,6 +11,7 @@ from pathlib import Path
 import browser
 import pytest
 from ppo_folder import EVAL, PPO, ppo, rlhf, write
+from report_run import draws
 
 pytestmark = pytest.mark.browser
 
@@ -27,7 +28,9 @@ def page(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(run, "ppo", PPO)
     write(run, "eval", EVAL)
     assert ppo(run).exit_code == 0
-    assert rlhf("eval", "-c", run / "eval.yaml").exit_code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        draws(patch)
+        assert rlhf("eval", "-c", run / "eval.yaml").exit_code == 0
     return run / "eval/report.html"
 
 
