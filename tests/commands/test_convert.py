@@ -310,6 +310,7 @@ ODD = st.one_of(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @example(OLD, {"batch_size": 50_000})  # the default horizon allows fewer, and so does that of ppo.horizon
 @given(st.sampled_from([OLD, NEW]), st.dictionaries(st.sampled_from(NAMES), ODD, max_size=6))

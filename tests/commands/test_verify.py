@@ -199,6 +199,7 @@ def test_the_options_of_the_cases_take_effect() -> None:
         assert reached(case, "rollout/logprob_gap", 0.1, math.inf)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", get_args(SCHEDULERS))
 def test_learning_rates_of_a_whole_run(kind: str) -> None:
     """Of policy and value at each of ten updates, with a warm-up each where the schedule takes one."""
@@ -331,6 +332,7 @@ def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     assert max(found.values()) > 1e-4  # far from any tolerance
 
 
+@pytest.mark.full
 def test_a_change_of_a_frozen_model_and_a_scheduler_off_by_one_are_found() -> None:
     trained_ref, trained_reward = trained(), trained()
     trained_ref.ref.lm_head.weight = trained_ref.policy.lm_head.weight

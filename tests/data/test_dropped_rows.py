@@ -52,6 +52,7 @@ def fitting(folder: Path) -> Path:
 # D16.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", KEYS)
 def test_d16_max_dropped_limits_the_dropped_rows(stage: str, fitting: Path) -> None:
     name, key, answers = KEYS[stage]

@@ -44,6 +44,7 @@ def test_every_part_is_exported() -> None:
     assert len(set(imports)) == len(imports)
 
 
+@pytest.mark.full
 def test_an_update_without_the_rest_of_the_house_and_settings_without_torch() -> None:
     code = """
 import tiny

@@ -127,6 +127,7 @@ def test_m04_an_adapter_in_place_of_a_model(folder: Path, base: str | None, says
     assert refused(rlhf("sft"), "M04", "sft.yaml:1: ", "adapter holds an adapter, not a full model", *says)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_m10_an_encoder_decoder_model(folder: Path, stage: str) -> None:
     """TRL 0.11's is_encoder_decoder: reported before anything loads."""

@@ -71,6 +71,7 @@ AT_THE_LIMIT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("signal", AT_THE_LIMIT)
 def test_a_signal_fires_beyond_its_limit_and_not_at_it(signal):
     """eos: 0.1875 less is within 0.2, 0.25 less is not. With 1024 rows, noise plays no part."""

@@ -86,6 +86,7 @@ def places(model: nn.Module) -> list[int]:
     return [weight.data_ptr() for weight in [*model.parameters(), *model.buffers()]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [{}, {"kl_in": "loss", "kl_estimator": "full"}, {"packing": False}])
 def test_offloading_changes_no_bit(changes):
     runs = []
@@ -147,6 +148,7 @@ def test_the_stage_offloads_models_and_writes_the_same_bytes(run_folder, monkeyp
 # Frozen matrices in bfloat16
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_frozen_matrices_in_bfloat16_change_no_bit_under_autocast(family, monkeypatch):
     """Of the reference and the reward model; half of their matrices' bytes, and the KL of the first update stays 0."""
@@ -188,6 +190,7 @@ def output(folder: Path) -> tuple[object, ...]:
     return hashes, untimed(folder / "ppo/metrics.jsonl"), untimed(folder / "ppo/samples.jsonl")
 
 
+@pytest.mark.full
 def test_e01_offload_without_a_gpu(run_folder):
     if torch.cuda.is_available():
         pytest.skip("this machine computes on a GPU")

@@ -308,6 +308,7 @@ def test_a_linked_old_folder_and_names_of_the_user_in_it(here: Path, name: str) 
 # `rlhf init`
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", [".", "..", "data", "nothing"])
 @pytest.mark.parametrize("name", [".tmp-init", ".tmp-init-placed"])
 def test_c15_init_deletes_nothing_through_a_link(here: Path, name: str, target: str) -> None:

@@ -54,6 +54,7 @@ class AutoModelForSequenceClassification(LlamaForSequenceClassification): config
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize(
     ("stage", "model", "place"),
@@ -121,6 +122,7 @@ def test_a_planted_module_in_the_working_directory_is_not_imported(folder: Path)
 # 2. Pickles
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "name"),
     [
@@ -222,6 +224,7 @@ def test_urls_without_a_secret(url: str) -> None:
 # 4. YAML
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unit", ["\n", "a: |\n x\n", "# x\n", "x", "[", "hf_a ", '"\\x41', "%YAML 1.1\n", "a_", "1:"])
 def test_a_file_of_the_largest_size_takes_under_a_second(unit: str, here: Path) -> None:
     begin = time.process_time()
@@ -402,6 +405,7 @@ def test_neither_a_saved_model_nor_a_manifest_follows_a_link(folder: Path, tmp_p
 # 9. Chat templates
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "template",
     [
