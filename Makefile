@@ -82,7 +82,7 @@ $(VLLM)/.installed:
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
 	touch $@
 
-# The suite's 1000 cases are the same each time; these are new ones.
+# The suite's 500 cases are the same each time; these are new ones.
 CASES ?= 20000
 fuzz: $(VENV)/.installed-test ## CASES=20000 configs, data files and models with random faults: about 8 minutes on two cores
 	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto --timeout 3600 tests/fuzzing
@@ -103,7 +103,7 @@ complexity: $(VENV)/.installed-test ## where the code is hard to read: AST nodes
 	@$(VENV)/bin/python scripts/complexity.py
 
 check: lint ## style, types and the fast tests
-	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not distributed and not browser and not training" $(PARALLEL)
+	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not distributed and not browser and not vllm and not full" $(PARALLEL)
 
 smoke: $(VENV)/.installed ## the whole chain on tiny models in a temporary folder
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import random
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,11 +33,16 @@ from ppo_folder import (  # noqa: F401  (fixtures of the stage tests)
     trained_folder,
     trained_once,
 )
+from report_run import empty_figures, figures  # noqa: F401  (fixtures of the tests of pages)
 
 from rlhf_cli import jsonl, runs, terminal
 
+gc.disable()  # until all tests are imported: nothing of them is garbage
 typer.testing._get_command = cache(typer.testing._get_command)  # the options of all commands are read once, not a call
 
+HEAVY = {"full", "slow", "damage", "distributed", "browser", "vllm"}  # markers of what `make check` leaves out
+MAX_LIGHT_SECONDS = 10.0  # on a slow machine, and with the imports of a library
+spent_seconds: Counter[str] = Counter()  # test -> CPU time of its cases
 SHARED = Path(__file__).parents[2] / "shared"
 THINGS = ["sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake", "hill", "wood"]
 WORDS = {"good": ["bright", "kind", "calm"], "bad": ["dull", "cold", "grim"]}
@@ -173,7 +179,27 @@ def _make_base(world: World) -> None:
     save.save_model(model, tokenizer, world.base, "A tiny base model.")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with many long tests first: whichever process got one at the end would work alone."""
+    long = Counter(item.path for item in items if item.get_closest_marker("full"))
+    items.sort(key=lambda item: -long[item.path])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """Fail a test of `make check` whose cases take long together."""
+    before = sum(os.times()[:4])
+    result = yield
+    test = item.nodeid.partition("[")[0]
+    spent_seconds[test] += sum(os.times()[:4]) - before
+    if HEAVY.isdisjoint(mark.name for mark in item.iter_markers()):
+        text = "its cases took {:.1f} s of CPU time: mark it `full`, which stands for more than half a second"
+        assert spent_seconds[test] < MAX_LIGHT_SECONDS, text.format(spent_seconds[test])
+    return result
+
+
 def pytest_collection_finish() -> None:
     """Exclude imported modules from the garbage collections of trainings; only a loss of power needs flushed files."""
     gc.freeze()
+    gc.enable()
     os.fsync = lambda descriptor: None

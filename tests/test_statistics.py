@@ -158,6 +158,7 @@ def controlled_rate(ours: list[float], theirs: list[float], longer: list[int]) -
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by_length", [False, True])
 def test_the_fit_is_the_maximum_of_likelihood_and_prior(by_length: bool) -> None:
     """Compared with a grid search: log-likelihood, and a Cauchy prior of scale 2.5."""

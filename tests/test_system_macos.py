@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from run_cli import ROOT, python
 
 from rlhf_cli.runs import locks
@@ -41,6 +42,7 @@ LINUX_OS = [
 LINUX_SIGNAL = ["SIGRTMIN", "SIGRTMAX", "SIGPWR", "SIGSTKFLT", "sigtimedwait", "sigwaitinfo"]
 
 
+@pytest.mark.full
 def test_plan_check_and_a_locked_stage_do_without_linux(folder: Path) -> None:
     commands = [["plan", "sft.yaml"], ["check", "sft.yaml"], ["ls"], ["env"]]
     script = f"LINUX_OS, LINUX_SIGNAL, COMMANDS = {LINUX_OS}, {LINUX_SIGNAL}, {commands}\n{SCRIPT}"

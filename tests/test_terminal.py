@@ -145,6 +145,7 @@ def test_a_full_disk_of_the_log_ends_nothing(name: str, monkeypatch: pytest.Monk
     assert terminal.stdout_error() is None
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path: Path) -> None:
     def ended(*arguments: str) -> tuple[int, str]:

@@ -95,7 +95,7 @@ def test_speed(shared, tmp_path, monkeypatch):
     assert run(monkeypatch, speed, *command, "--set", "vf_coef=0.5") == 2  # another job
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_memory(tmp_path, monkeypatch):
     kinds = ("weights", "gradients", "optimizer", "one", "mapped", "libraries", "peak", "training")
     canned = dict.fromkeys(kinds, 1e6) | {"plan": dict.fromkeys(("weights", "learning", "peak", "holes"), 1e6)}
@@ -115,7 +115,7 @@ def test_memory(tmp_path, monkeypatch):
     assert all(f"| {case.title} | " in (tmp_path / "memory.md").read_text() for case in memory.CASES)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_learning(shared, tmp_path, monkeypatch):
     sets = [
         "--set",
@@ -172,7 +172,7 @@ def test_the_cheapest_policy_of_a_recipe():
     assert rows[1] == "| a, seed 0, interpolated | 0.90 | 0.90 | - | 4.00 | - | - | 0.95 |"
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_gpu_needs_only_torch_transformers_and_pydantic(tmp_path):
     path, code = tmp_path / "gpu.json", "from benchmarks import gpu; gpu.ENGINES['graph'] = lambda *_, **__: 1 / 0; "
     missing = {"trl", "datasets", "accelerate", "peft", "bitsandbytes", "psutil", "kernels", "matplotlib"}
@@ -186,7 +186,7 @@ def test_gpu_needs_only_torch_transformers_and_pydantic(tmp_path):
     assert rows["update", "tiny-8 without rollout"]["first_ratio_error"] == 0
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_gpu_check_reports_what_does_not_hold(tmp_path, monkeypatch):
     path = tmp_path / "check.json"
     command = ["--tiny", "--only", "number", "memory", "--json", str(path)]
@@ -211,7 +211,7 @@ def test_chain_counts_reads_of_numbers_and_not_of_headers(tmp_path):
     assert reads[str(path)] == 3
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_row_of_the_table_of_gpus_is_current():
     """Through `rlhf init preferences` and `rlhf plan`; the table asserts that each stage of each row fits."""
     (row,) = placement.table(["Qwen3-0.6B"], [24])[2:]
@@ -243,7 +243,7 @@ def test_fast_paths(monkeypatch, capsys):
     assert len(rows) == 6 and all(float(number) > 0 for row in rows for number in row[-3:])
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_scale(tmp_path, monkeypatch):
     monkeypatch.setitem(scale.MODELS, "tiny", (32, 64, 2, 4, 2, 300, True))
     monkeypatch.setattr(scale, "MODES", {"full": scale.MODES["full"]})

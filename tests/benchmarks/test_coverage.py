@@ -33,6 +33,7 @@ def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage.reward_model, "NUM_RESAMPLES", 2)  # of the calibration error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", SMALL, ids=lambda world: world.name)
 def test_each_interval_covers(world: World) -> None:
     coverage.BIASES.clear()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import families
 import pytest
-from report_run import draws_nothing
 from run_cli import must_succeed, rlhf
 from transformers import AutoTokenizer
 
@@ -31,12 +30,11 @@ SHORT = {
 }  # fmt: skip
 CHAT = [name for name in (families.FAMILIES | families.NEWER) if name not in ("gpt2", "pythia")]
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(autouse=True)
-def no_figures_and_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    draws_nothing(monkeypatch)
+def no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "measure_speed", lambda folder: sizes.Speed(training=20_000.0, generation=4_000.0))
 
 
@@ -97,10 +95,9 @@ def test_a_family_without_a_classifier_takes_functions_and_a_value_head(tmp_path
     check_stops(run, "gemma4")
 
 
-THINKING = {  # a template of TRL's wheel -> its variables for plain answers, the end of its prompts, its stop token
+# tests/data/test_rendering.py has all templates of TRL's wheel.
+THINKING = {  # template -> its variables for plain answers, the end of its prompts, its stop token
     "qwen3_5_think": ({"enable_thinking": False}, "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_end|>"),
-    "nemotron_3_nano": ({"enable_thinking": False}, "<|im_start|>assistant\n<think></think>", "<|im_end|>"),
-    "glm4moe_training": ({"enable_thinking": False}, "/nothink<|assistant|>\n<think></think>", "<|user|>"),
     "deepseek_r1_distill": (
         {"generation_prompt": "<\uff5cAssistant\uff5c>"}, "<\uff5cAssistant\uff5c>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",

@@ -59,7 +59,7 @@ def folder(first: tuple[Path, subprocess.CompletedProcess[str]]) -> Path:
     return first[0]
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_every_stage_writes_its_files(folder: Path) -> None:
     for stage in STAGES:
         manifest = json.loads((folder / "run" / stage / "manifest.json").read_text())
@@ -73,7 +73,7 @@ def test_every_stage_writes_its_files(folder: Path) -> None:
     assert {"sft", "ppo"} <= report["models"].keys() and "ppo_vs_sft" in report["win_rate"]
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_later_stages_do_not_repeat_warnings(
     first: tuple[Path, subprocess.CompletedProcess[str]], folder: Path
 ) -> None:
@@ -89,7 +89,7 @@ def test_later_stages_do_not_repeat_warnings(
     assert last.startswith("next: open run/eval/report.html in a browser; rlhf chat run --compare")
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_second_run_skips_all_stages_in_seconds_and_prints_the_table(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_second_run_skips_all_stages_in_seconds_and_prints_the_table(
     assert again.stderr == ""
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_no_token_is_in_any_file_of_a_chain(folder: Path) -> None:
     must_succeed(canaries.rlhf(folder / "home", "env"))
     assert len(list((folder / "run").rglob("*"))) > 80
@@ -112,7 +112,7 @@ def test_no_token_is_in_any_file_of_a_chain(folder: Path) -> None:
     assert len(manifests) == 4 and all(manifest["trust_remote_code"] is False for manifest in manifests)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_finished_chain_holds_no_pickle_but_what_transformers_resumes_from(folder: Path) -> None:
     for path in (folder / "run").rglob("*"):
         name = path.relative_to(folder / "run").as_posix().removeprefix("base/")
@@ -122,7 +122,7 @@ def test_a_finished_chain_holds_no_pickle_but_what_transformers_resumes_from(fol
     assert any(PICKLES.fullmatch(path.relative_to(folder / "run").as_posix()) for path in folder.rglob("*.pt"))
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_m10_a_parent_without_its_manifest_is_rejected_even_if_the_stage_is_finished(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +141,7 @@ def test_m10_a_parent_without_its_manifest_is_rejected_even_if_the_stage_is_fini
     must_succeed(run_cli.rlhf("ppo", "--config", "run/ppo.yaml"), "finished already")
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_c15_another_config_is_rejected_by_a_stage_and_planned_by_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

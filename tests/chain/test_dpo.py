@@ -60,7 +60,7 @@ def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_run_with_dpo_yaml_trains_it_and_evaluates_it_as_a_policy(finished: Path) -> None:
     manifest = json.loads((finished / "dpo/manifest.json").read_text())
     assert manifest["metrics"]["accuracy"] > 0.9 and manifest["parents"]["model.path"]["path"] == "../sft"
@@ -78,7 +78,7 @@ def test_a_run_with_dpo_yaml_trains_it_and_evaluates_it_as_a_policy(finished: Pa
     assert 'id="dpo"' in text and "Stages: sft, dpo, eval" in text and "Pair accuracy" in text
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_its_model_chats_is_exported_and_served(finished: Path, tmp_path: Path) -> None:
     replies = must_succeed(rlhf("chat", finished, "--stage", "dpo", input="Tell me about the sun.\n"))
     assert replies.stdout.strip() and "KL" in replies.stderr and "mine/dpo" in replies.stderr
@@ -135,6 +135,7 @@ def test_check_reads_its_pairs_with_the_tokenizer_that_sft_leaves(run_folder: Pa
     assert found["batches"].startswith("96 pairs, 2") and found["batches"].endswith("8 x 1 = 8 pairs; in all 60 steps")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("old", "new", "code", "text"),
     [
@@ -158,6 +159,7 @@ def test_errors_are_one_line_with_their_code(run_folder: Path, old: str, new: st
     assert errors[0].startswith(f"error[{code}]") and text in errors[0]
 
 
+@pytest.mark.full
 def test_the_memory_has_a_reference_unless_adapters_are_turned_off_instead(run_folder: Path) -> None:
     def step(*more: str) -> tuple[dict[str, int], float]:
         result = must_succeed(rlhf("plan", "dpo.yaml", "--json", "--flops", "1e9", "model.path=./model", *more))
@@ -213,6 +215,7 @@ def test_baselines_adds_a_dpo_yaml_with_the_pairs_of_reward_yaml(here: Path, pre
     assert text.startswith("# yaml-language-server: $schema=../.schema/sft.json\n") and text.count("#") > 4
 
 
+@pytest.mark.full
 def test_preferences_get_a_dpo_yaml_that_fits(here: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf_cli.commands.init import sizes
 

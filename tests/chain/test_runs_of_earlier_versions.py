@@ -25,6 +25,8 @@ def unpacked(day: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("day", STOPPED)
 def test_a_finished_run_opens(day: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = unpacked(day, tmp_path, monkeypatch)
@@ -42,6 +44,7 @@ def test_a_finished_run_opens(day: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert rlhf("chat", ".", input="What is a good soup?\n").exit_code == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("day", STOPPED)
 def test_a_snapshot_is_exported(day: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unpacked(day, tmp_path, monkeypatch)
@@ -58,7 +61,7 @@ def test_a_snapshot_is_exported(day: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert all(exported[name].equal(kept[name]) for name in kept)
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize(("day", "stage"), [(day, stage) for day, stages in STOPPED.items() for stage in stages])
 def test_a_stopped_stage_resumes(day: str, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = unpacked(day, tmp_path, monkeypatch)

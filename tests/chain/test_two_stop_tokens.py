@@ -12,7 +12,6 @@ import families
 import pytest
 import torch
 from ppo_folder import write
-from report_run import draws_nothing
 from run_cli import must_succeed, rlhf
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -25,7 +24,7 @@ from rlhf_cli.stages import reward
 from rlhf_cli.stages.common import lifecycle, model_loading, reading
 from tests.reference.comparison import compare_run, disagreements
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 STOP, PAD = "<|im_end|>", "<|endoftext|>"
 THINGS = ["river", "sun", "moon", "tree", "bird", "stone", "cloud", "fish"]
@@ -101,7 +100,6 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], float]]:
         return scores
 
     monkeypatch.setattr(ModelReward, "__call__", recorded)
-    draws_nothing(monkeypatch)
     return rows
 
 

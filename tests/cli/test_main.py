@@ -50,6 +50,7 @@ def stage_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[config.Config, Op
 # Help
 
 
+@pytest.mark.full
 def test_help_is_light() -> None:
     result = child("--help")
     assert result.returncode == 0
@@ -77,6 +78,7 @@ def test_help_shows_each_command_in_its_group_with_a_whole_sentence(monkeypatch:
 LIGHT = ["--help", "ppo -h", "run -h", "chat -h", "schema ppo", "explain kl_coef", "--version"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [*LIGHT, "sft -c sft.yaml --dry-run"])
 def test_light_commands_import_no_torch(command: str, folder: Path) -> None:
     script = (
@@ -86,6 +88,7 @@ def test_light_commands_import_no_torch(command: str, folder: Path) -> None:
     assert (result.stdout.splitlines()[-1], result.stderr) == ("False", "")
 
 
+@pytest.mark.full
 def test_imported_objects_are_frozen_for_the_garbage_collector() -> None:
     script = (
         "import gc; from rlhf_cli.cli.options import heavy_imports; runs = []\n"
@@ -262,6 +265,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(
     assert "Traceback" in result.stderr and result.exit_code == code
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_command_in_good_order(folder: Path, number: int, code: int) -> None:
     script = """

@@ -31,7 +31,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.runs import locks
 from rlhf_cli.stages.common import prompt_forms
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture

@@ -319,6 +319,7 @@ ODD = st.one_of(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @example(OLD, {"batch_size": 50_000})  # the default horizon allows fewer, and so does that of ppo.horizon
 @given(st.sampled_from([OLD, NEW]), st.dictionaries(st.sampled_from(NAMES), ODD, max_size=6))
@@ -621,7 +622,7 @@ def test_a_damaged_text_is_read_or_is_an_error(suffix: str, which: int, faults: 
         assert {problem.code for problem in error.problems} <= {"C03", "C08", "C09", "S02"}
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_converted_command_trains(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run_folder)
     Path("ppo.sh").write_text(

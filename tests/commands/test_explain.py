@@ -270,10 +270,12 @@ def test_a_section_lists_its_keys_one_line_each(section: str) -> None:
         assert any(line.startswith(f"  {path} ") or f", {path} " in line for line in lines), path
 
 
+@pytest.mark.full
 def test_a_key_shows_its_default_in_each_recipe() -> None:
     assert IN_RECIPES
+    all_keys = explain("--all")
     for recipe, name, text in IN_RECIPES:
-        for printed in (explain(f"ppo.{name}"), explain("--all")):
+        for printed in (explain(f"ppo.{name}"), all_keys):
             assert f" recipe {recipe}: " in printed and f"[{text}]" in " ".join(printed.split())
     assert not any(" recipe " in explain(f"{stage}.learning_rate") for stage in ("sft", "reward"))
 
@@ -335,5 +337,6 @@ def test_all_lists_every_key_once_in_plain_text_of_a_hundred_columns(monkeypatch
     assert all(len(line.split()) <= 2 for line in wide), "only a path or a command is longer"
 
 
+@pytest.mark.full
 def test_it_is_quick() -> None:
     assert cost(lambda: child("explain", "kl_coef")) <= 6  # 3.7 to 4.6 on a quiet machine

@@ -71,6 +71,7 @@ def test_value_heads_shared_layers_and_advantages_without_values_save_memory(thr
     assert phase(full, "update")["flops"] > phase(without, "update")["flops"]
 
 
+@pytest.mark.full
 def test_the_average_is_in_main_memory(three: Path) -> None:
     policy, _ = policy_and_scorer()
     on_cpu, on_gpu = ([ppo(*where, *more) for more in ((), ("ppo.average=0.9",))] for where in ((), GPU))
@@ -116,6 +117,7 @@ def test_offloaded_models_are_in_memory_while_they_are_read(three: Path, compare
     assert size(stage, "update")["activations"] == size(full, "update")["activations"]
 
 
+@pytest.mark.full
 def test_frozen_matrices_take_half_with_bf16(three: Path) -> None:
     """The weights of the four models, as PPOTrainer has them; and those of an evaluation."""
     models = load_causal_lm("model"), load_causal_lm("model"), load_reward_model("scorer"), load_reward_model("scorer")
@@ -146,6 +148,7 @@ def test_checkpointing_bf16_and_smaller_batches_take_less(three: Path) -> None:
     assert part.get("logits", 0) <= full["logits"] / 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [64, 16])
 def test_the_cache_has_keys_and_values_of_all_layers(three: Path, rows: int) -> None:
     """At the larger of two moments: after the prompts were read, or at the last token."""
@@ -376,6 +379,7 @@ def test_snapshots_and_the_draws_of_the_limit_are_evaluated_too(three: Path) -> 
             assert one["flops"] / other["flops"] == pytest.approx(rounds / 4, rel=0.01)
 
 
+@pytest.mark.full
 def test_an_evaluation_counts_the_responses_that_ppo_measured(three: Path) -> None:
     text = "models: {sft: model, reward: scorer}\ndata: {prompts: prompts.jsonl}\n"
     text += "eval: {n: 9, best_of: [], frontier: false}\n"
@@ -415,6 +419,7 @@ def plan_weights(phases: list[dict[str, Any]]) -> int:
     return next(each["bytes"]["weights"] for each in phases if each["name"] == "judge")
 
 
+@pytest.mark.full
 def test_a_new_model_is_planned_without_its_weights(three: Path) -> None:
     new = (
         "model: {new: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 3, num_attention_heads: 2, "
@@ -454,6 +459,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", BROKEN)
 def test_errors_are_those_of_check(three: Path, case: str) -> None:
     name, old, new = BROKEN[case]
@@ -463,6 +469,7 @@ def test_errors_are_those_of_check(three: Path, case: str) -> None:
     assert result.stderr == check(name).stderr and result.stderr.startswith("error[")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "eval"])
 def test_advice_is_a_combination_that_fits(
     three: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stage: str
@@ -488,6 +495,7 @@ def test_advice_is_a_combination_that_fits(
     assert "does not fit" in out and all(f", with {combination}" in out for combination in combinations)
 
 
+@pytest.mark.full
 def test_the_table_and_an_optimizer_that_is_not_counted(three: Path) -> None:
     (only,) = planned("sft.yaml", "--gpu", "0.0001", "trainer.optim=adafactor").values()
     assert only["fits"] is None
@@ -499,6 +507,7 @@ def test_the_table_and_an_optimizer_that_is_not_counted(three: Path) -> None:
     assert [line.split()[0] for line in ppo[2:11]] == [*KINDS, "total", "memory", "time"]
 
 
+@pytest.mark.full
 def test_plan_imports_neither_trl_nor_peft(three: Path) -> None:
     code = "import sys; from rlhf_cli.cli import app\ntry: app(['plan', '.', '--flops', '1e9'])\n"
     code += "finally: print({'trl', 'peft'} & sys.modules.keys())"

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from rlhf_cli.commands import serve
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 SCORING = "--runner pooling --no-enable-prefix-caching --pooler-config.use_activation false"
 ROLLOUTS = "--logprobs-mode processed_logprobs --generation-config vllm --no-enable-chunked-prefill"
 ADDRESS = "--max-num-batched-tokens 8192{} --host 127.0.0.1 --port 8101\n"

@@ -369,6 +369,7 @@ def test_large_files_are_compared_by_date_and_not_read(run: Path, monkeypatch: p
     assert runs.quick_stage_status(load_all({"sft": run / "sft.yaml"}, {"sft": []})["sft"]).state == "stale"
 
 
+@pytest.mark.full
 def test_status_is_quick_and_imports_no_torch(run: Path) -> None:
     script = (
         "import sys, time; from rlhf_cli.cli import app\n"
@@ -399,6 +400,7 @@ DAMAGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_status_survives_any_damaged_file(run: Path, damage: str) -> None:
     unfinished(run, "ppo", *metrics(3), saved=2)

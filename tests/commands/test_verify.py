@@ -166,7 +166,7 @@ def result(case: str, seed: int = 9) -> list[Quantity]:
     return compare_next_update(trained(**CASES[case]), seed)
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_and_the_trainer_agree(case: str) -> None:
     quantities = result(case)
@@ -177,7 +177,7 @@ def test_the_reference_and_the_trainer_agree(case: str) -> None:
     assert all(by_name(quantities)[f"{name} weights, change"].largest > 0 for name in trained_models)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_the_options_of_the_cases_take_effect() -> None:
     """A case whose limit is never reached would show nothing; one of ten updates reaches it, whatever is drawn."""
 
@@ -199,6 +199,7 @@ def test_the_options_of_the_cases_take_effect() -> None:
         assert reached(case, "rollout/logprob_gap", 0.1, math.inf)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", get_args(SCHEDULERS))
 def test_learning_rates_of_a_whole_run(kind: str) -> None:
     """Of policy and value at each of ten updates, with a warm-up each where the schedule takes one."""
@@ -320,7 +321,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
 }
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes, planted = ERRORS[error]
@@ -331,6 +332,7 @@ def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     assert max(found.values()) > 1e-4  # far from any tolerance
 
 
+@pytest.mark.full
 def test_a_change_of_a_frozen_model_and_a_scheduler_off_by_one_are_found() -> None:
     trained_ref, trained_reward = trained(), trained()
     trained_ref.ref.lm_head.weight = trained_ref.policy.lm_head.weight
@@ -416,7 +418,7 @@ CHANGED_VALUES: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_verify_a_run(run_folder: Path) -> None:
     """Numbers, samples and weights of the run are repeated to the bit, and no file changes."""
     changes = ("output.save_steps=1", "output.keep=3", "rewards.reward={}", "rewards.short.function=judges:short")
@@ -449,7 +451,7 @@ def test_verify_a_run(run_folder: Path) -> None:
         jsonl.write_jsonl(path, rows)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_verify_exits_with_1_and_names_the_first_difference(ppo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code was changed after the run: it repeats neither the run's numbers nor those of the reference."""
     monkeypatch.setitem(losses.VALUE_ADVANTAGES, "gae", lambda r, v, m, gamma, lam: losses.gae(r, v, m, gamma, 0.5))
@@ -461,7 +463,7 @@ def test_verify_exits_with_1_and_names_the_first_difference(ppo_run: Path, monke
     assert next(iter(disagreements(compare_run(ppo_run)))) == "advantages"
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_verify_a_run_with_many_options(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head on the policy, an ensemble, a language-model loss, shared layers, held-out samples, bfloat16."""
     monkeypatch.chdir(run_folder)  # paths of overrides are relative to it
@@ -479,7 +481,7 @@ def test_verify_a_run_with_many_options(run_folder: Path, monkeypatch: pytest.Mo
     assert apart(compared) == {} and by_name(compared)["loss/ptx_avg"].error is not None
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_verify_an_unfinished_run(run_folder: Path) -> None:
     """Neither the manifest, a complete last line, the checkpoint after the update nor the hub is needed."""
     assert ppo(run_folder, "-s", "output.save_steps=1").exit_code == 0
@@ -493,7 +495,7 @@ def test_verify_an_unfinished_run(run_folder: Path) -> None:
     assert "warning[M05]" in result.stderr and "its weights are not compared" in result.stderr
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_verify_refuses_damaged_checkpoints_and_changed_inputs(trained_folder: Path, origin: Path) -> None:
     fails(rlhf("verify", origin), "M01", "contains no PPO run")
     with (trained_folder / "ppo/state/step_000002/tensors.safetensors").open("r+b") as file:

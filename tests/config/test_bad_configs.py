@@ -34,7 +34,7 @@ def test_a_bad_config_is_refused(
     assert refused(result, code, f"{stage}.yaml:{line}: ", *says) and SECRET not in result.output
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_c04_1e5_is_a_number(folder: Path) -> None:
     replace("sft.yaml", "max_steps: 1", "max_steps: 1, learning_rate: 1e-5")
     assert rlhf("sft").exit_code == 0
@@ -63,7 +63,7 @@ def test_c13_rows_longer_than_the_context(folder: Path) -> None:
     assert refused(result, "C13", "sft.yaml:3: ", *says)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_c14_an_interval_beyond_the_end(folder: Path) -> None:
     replace("sft.yaml", "sft:", "output: {save_steps: 9}\nsft:")
     assert warned(rlhf("sft"), "C14", "sft.yaml:3: ", "every 9 steps exceeds the 1 of the run", "hint: lower")

@@ -116,6 +116,7 @@ def put(tree: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", CONFIGS)
 def test_an_editor_underlines_what_the_loader_refuses_and_nothing_else(stage: str, schemas: Any) -> None:
     underlined = count = 0

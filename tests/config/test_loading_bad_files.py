@@ -86,6 +86,7 @@ def test_a_file_of_another_stage_is_one_problem(text: str, message: str) -> None
 ODD_VALUES = ["null", "true", "3", "-1", "2.5", ".nan", "x", "[]", "[1,x]", "{}", "{a: {b: c}}", "[[]]", "'1'", "off"]
 
 
+@pytest.mark.full
 def test_values_of_every_kind_at_every_key_give_a_config_or_an_error() -> None:
     for stage in CONFIGS:
         Path("x.yaml").write_text(HEAD[stage])

@@ -267,6 +267,7 @@ def bad_lines() -> list[tuple[str, str, str]]:
     return cases
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "text", "message"), bad_lines())
 def test_a_bad_line_has_a_code_a_place_and_a_fix(stage: str, text: str, message: str) -> None:
     pattern = re.escape(message).replace(r"\.\.\.", ".*")

@@ -87,7 +87,7 @@ def test_without_a_reward_model_the_value_model_is_a_head_on_the_policy(run_fold
     assert f"  value: {value}\n" in stage.must_succeed(stage.ppo(run_folder, "--dry-run")).stdout
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_value_only_updates_are_compared_with_passes_over_the_prompts(run_folder):
     """20 prompts, 8 per update: one pass is three updates, which only the prompts determine."""
     numbers = {**stage.PPO["ppo"], "total_episodes": None, "num_train_epochs": 1.0}

@@ -22,7 +22,7 @@ from rlhf_cli import runs, terminal
 from rlhf_cli.files import MODEL_CARDS
 from rlhf_cli.runs import checkpoints
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 STAGES = ("sft", "reward", "ppo")
 READER = {"sft": "reward", "reward": "ppo", "ppo": "eval"}

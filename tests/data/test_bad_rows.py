@@ -43,6 +43,7 @@ ALPACA = {"instruction": "Tell me about it.", "input": "The sun.", "output": "It
 RANKED = {"instruction": "Tell me about it.", "input": "", "chosen": "It is bright.", "rejected": "It is dull."}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "row", "columns"),
     [
@@ -114,6 +115,7 @@ def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any
     assert conversions.target_form({**asked, "chosen": "Hi. I am here.", "rejected": "What?"}) == conversions.PAIR_FORM
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("row", "code", "says"),
     [
@@ -171,6 +173,7 @@ BAD_DATA = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "overrides", "content", "code", "place", "says"), BAD_DATA)
 def test_bad_data_is_reported_by_line(
     folder: Path, stage: str, overrides: list[str], content: Any, code: str, place: str, says: tuple[str, ...]

@@ -52,6 +52,7 @@ def fitting(folder: Path) -> Path:
 # D16.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", KEYS)
 def test_d16_max_dropped_limits_the_dropped_rows(stage: str, fitting: Path) -> None:
     name, key, answers = KEYS[stage]
@@ -160,7 +161,7 @@ def test_a_bad_row_counts_in_one_part_of_a_split(world: Any, tmp_path: Path) -> 
 # The same number everywhere.
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize("stage", KEYS)
 def test_plan_check_and_the_stage_count_one_number(stage: str, fitting: Path) -> None:
     name, key, answers = KEYS[stage]

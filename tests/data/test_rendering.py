@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.config.sources import DataSource
+from rlhf_cli.data import template_trial
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import chat_templates, tokenizers
 
@@ -43,6 +44,12 @@ BYTES = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.By
 
 def test_the_wheel_has_the_templates() -> None:
     assert len(NAMES) >= 60 and {"qwen3_5_think", "nemotron_3_nano", "gptoss", "smolvlm", *OPEN} <= set(NAMES)
+
+
+@pytest.fixture
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no process that tries a template: test_a_row_is_the_templates_rendering tries each."""
+    monkeypatch.setattr(template_trial, "ends_by", lambda *_, **__: None)
 
 
 def tokenizer_of(name: str) -> Any:
@@ -91,6 +98,7 @@ def check_rendering(tokenizer: Any, turns: list[dict], answer: dict, response: A
     return text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ANSWERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_the_templates_rendering_or_is_refused(name: str, case: str) -> None:
@@ -114,6 +122,8 @@ def test_a_row_is_the_templates_rendering_or_is_refused(name: str, case: str) ->
             assert last.count("<think>") == last.count("</think>") <= 1
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("no_trials")
 @pytest.mark.parametrize("name", NAMES)
 def test_with_the_variables_of_init_the_answers_text_follows_the_prompt(name: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(name)
@@ -134,6 +144,7 @@ def test_with_the_variables_of_init_the_answers_text_follows_the_prompt(name: st
     assert data.encode(tokenizer, ASKED, None)[0][-2:] == tokenizer("A:").input_ids, "in place of the values before"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [name for name in NAMES if name.startswith(("qwen3_5", "qwen3_6", "nemotron", "deepseek_r1_distill_training"))],

@@ -174,6 +174,7 @@ READ: dict[str, tuple[Make, tuple[str, ...], str | None, str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", READ)
 def test_what_stands_in_other_columns_and_forms_is_read(form: str, chat_base: Path, tmp_path: Path) -> None:
     make, options, system, says = READ[form]
@@ -186,6 +187,7 @@ def test_what_stands_in_other_columns_and_forms_is_read(form: str, chat_base: Pa
     assert made == [expected_pair(row, system) for row in made]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", [form for form, (_, _, system, _) in READ.items() if system is None])
 def test_a_reward_model_gets_the_tokens_of_the_same_pairs(form: str, chat_base: Path, tmp_path: Path) -> None:
     """From a YAML, where texts stay texts."""
@@ -468,6 +470,7 @@ def answers_of(chosen: str, rejected: str) -> dict[str, Any]:
     return {"chosen": [turn("assistant", chosen)], "rejected": [turn("assistant", rejected)]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", REFUSED)
 def test_what_cannot_be_read_is_refused_with_what_to_do(form: str, chat_base: Path, tmp_path: Path) -> None:
     make, code, says, never = REFUSED[form]
@@ -509,6 +512,7 @@ MARKED: dict[str, Make] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", MARKED)
 def test_markup_that_is_there_already_is_named(kind: str, chat_base: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", MARKED[kind])
@@ -651,6 +655,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not (SHARED / "cases/data").is_dir(), reason="../shared, the developers' cases, is missing")
 def test_the_shared_cases_are_read_right_or_refused(chat_base: Path, tmp_path: Path) -> None:
     files = sorted((SHARED / "cases/data").glob("*.jsonl"))

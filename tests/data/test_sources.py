@@ -241,6 +241,7 @@ def folder_problem(name: Path | str, **options: Any) -> Problem:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "with space", "v2 [final]", "a*b?", "été 数据", ".hidden", "per%20cent#1"])
 @pytest.mark.parametrize(
     ("names", "splits"),
@@ -308,6 +309,7 @@ def test_d01_of_missing_files_splits_and_subsets(here: Path) -> None:
     assert folder_problem(f"{root}/trian.jsonl").hint == "did you mean a/train.jsonl?"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("names", "train", "message"),
     [

@@ -83,6 +83,7 @@ def requests(paths: list[str], name: str) -> list[str]:
     return [path for path in paths if name in path]
 
 
+@pytest.mark.full
 def test_first_rows_are_streamed_once_and_are_not_the_full_dataset(home: Path) -> None:
     first, full = {"name": "lab/tables", "max_rows": 2}, {"name": "lab/tables"}
     is_local = [{**source, "look": True} for source in (first, full)]
@@ -100,6 +101,7 @@ def test_first_rows_are_streamed_once_and_are_not_the_full_dataset(home: Path) -
     assert ask(home, NOWHERE, first, full, offline=True)[0] == [streamed, downloaded]
 
 
+@pytest.mark.full
 def test_first_rows_of_each_file_format_and_of_several_files(home: Path) -> None:
     names = {"lab/shards": 3, "lab/chats": 2, "lab/tables[test]": 9}
     with serving(DATASETS) as (hub, _):
@@ -109,6 +111,7 @@ def test_first_rows_of_each_file_format_and_of_several_files(home: Path) -> None
     assert chats == [{"messages": turns} for turns in TURNS[:2]]
 
 
+@pytest.mark.full
 def test_a_dataset_is_downloaded_once_and_is_used_without_the_hub(home: Path) -> None:
     part, full = {"name": "lab/shards/more"}, {"name": "lab/shards"}
     with serving(DATASETS) as (hub, requested):
@@ -123,6 +126,7 @@ def test_a_dataset_is_downloaded_once_and_is_used_without_the_hub(home: Path) ->
     assert ask(home, NOWHERE, full, {**full, "max_rows": 3})[0] == [shards, three]
 
 
+@pytest.mark.full
 def test_an_incomplete_snapshot_is_completed_or_an_error(home: Path) -> None:
     with serving(DATASETS) as (hub, _):
         (full,), _ = ask(home, hub, {"name": "lab/shards"})
@@ -135,6 +139,7 @@ def test_an_incomplete_snapshot_is_completed_or_an_error(home: Path) -> None:
     assert "error[D01]: sft.yaml:3:" in result["error"]
 
 
+@pytest.mark.full
 def test_d01_of_datasets_splits_and_subsets_and_d03_of_rows(home: Path) -> None:
     first = {"max_rows": 2}
     with serving(DATASETS) as (hub, _):
@@ -170,6 +175,7 @@ def test_a_dataset_of_more_than_20_gb_is_not_downloaded(home: Path) -> None:
     assert "lab/huge has 30 GB on the Hub" in result["error"] and "data.max_rows" in result["error"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offline", [True, False])
 def test_an_unreachable_hub_is_an_error_within_seconds(home: Path, offline: bool) -> None:
     start = time.monotonic()
@@ -180,6 +186,7 @@ def test_an_unreachable_hub_is_an_error_within_seconds(home: Path, offline: bool
         assert "hint: download it with network access: hf download --repo-type dataset lab/none" in result["error"]
 
 
+@pytest.mark.full
 def test_a_cache_without_a_list_of_files_is_used_offline(home: Path) -> None:
     dataset = home / "hub" / "datasets--lab--hand"
     snapshots = {

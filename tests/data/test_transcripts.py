@@ -163,6 +163,7 @@ def split(tokenizer: Any, path: Path, read: Any, fraction: float, seed: int) -> 
     return counts[0], counts[1]
 
 
+@pytest.mark.full
 def test_every_form_order_and_file_holds_out_the_same_prompts(chat: Any, tmp_path: Path) -> None:
     answer = [{"role": "assistant", "content": "Yes"}]
     more = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "No"}]

@@ -47,7 +47,7 @@ def test_answers_follow_from_the_words_and_held_out_templates_are_in_no_training
     assert not re.search(r"\d", (tmp_path / "one/data/words.jsonl").read_text(encoding="utf-8"))
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_short_chain_is_scored_by_the_verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(presets.PRESETS, "math", replace(presets.PRESETS["math"], arithmetic_sizes=SIZES))
     must_succeed(rlhf("init", "math", run := tmp_path / "run"))

@@ -53,6 +53,7 @@ def problem(words: list[str]) -> str:
     return ", ".join(key for key in keys if not any(config.accepts_key(stage, key) for stage in stages))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_command_exists_with_its_flags_and_keys(page: str) -> None:
     assert {" ".join(words): text for words in shell_commands(TEXTS[page]) if (text := problem(words))} == {}
@@ -184,6 +185,7 @@ def test_help_and_explanations_have_plain_words() -> None:
     assert [dialect(text) for text in texts if dialect(text)] == []
 
 
+@pytest.mark.full
 def test_docstrings_and_messages_have_plain_words() -> None:
     """String literals with a space: one word may be a key of a file, such as `told`."""
     found = []

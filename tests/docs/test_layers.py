@@ -68,6 +68,7 @@ def imports(module: str) -> set[str]:
     return found - {module}
 
 
+@pytest.mark.full
 def test_a_package_imports_only_from_below_and_no_module_in_a_circle() -> None:
     for module in MODULES:
         for target in imports(module):
@@ -112,6 +113,7 @@ def test_stages_see_one_module_of_the_planner() -> None:
         assert seen <= {"planning.fits"}, f"{module} imports {seen}"
 
 
+@pytest.mark.full
 def test_light_modules_import_nothing_heavy() -> None:
     names = " ".join(f"import rlhf_cli.{name};" for name in TORCH_FREE.split())
     heavy = "{'torch', 'transformers', 'trl', 'datasets', 'numpy', 'scipy', 'rich'} & sys.modules.keys()"
@@ -119,6 +121,7 @@ def test_light_modules_import_nothing_heavy() -> None:
     assert (result.stdout.strip(), result.stderr) == ("set()", "")
 
 
+@pytest.mark.full
 def test_a_reader_of_the_ppo_stage_follows_the_config_through_few_functions(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +151,7 @@ def test_a_reader_of_the_ppo_stage_follows_the_config_through_few_functions(
     assert len(seen) <= 12, sorted(seen)
 
 
+@pytest.mark.full
 def test_each_module_has_its_test_file() -> None:
     """At its path, at that of its package, or one whose docstring names it. Modules under 60 lines may have none."""
     tests = Path(__file__).parents[1]

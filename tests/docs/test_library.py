@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs/ppo.md").read_text(encoding="utf-8").partition("## Use as a
 PROGRAM, CALLS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.skipif(not MODEL.exists(), reason="../shared is not there")
 def test_the_program_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its first six updates, in this process: the schedule is of 30, so that they are those of the page."""
@@ -44,6 +44,7 @@ def test_every_part_is_exported() -> None:
     assert len(set(imports)) == len(imports)
 
 
+@pytest.mark.full
 def test_an_update_without_the_rest_of_the_house_and_settings_without_torch() -> None:
     code = """
 import tiny

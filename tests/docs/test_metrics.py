@@ -68,7 +68,7 @@ def test_every_key_of_ppo_is_described_and_every_described_key_exists(ppo_keys: 
     assert len(keys("Key metrics")) == 5 and keys("Key metrics") < keys("PPO metrics")
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.usefixtures("no_page")
 def test_every_key_of_a_stages_own_log_is_described(run_folder: Path) -> None:
     (run_folder / "columns.py").write_text("def score(completions, n):\n    return n\n")
@@ -92,7 +92,7 @@ def test_every_key_of_a_stages_own_log_is_described(run_folder: Path) -> None:
             found = found[part]
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_every_key_of_sft_and_reward_is_described(folder: Path, world: World) -> None:
     real = {}
     for stage, rows in (("sft", "rows"), ("reward", "pairs")):

@@ -59,6 +59,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_each_config_once(wheel: P
     assert any(name.startswith("rlhf_cli/configs/demo/") for name in names)
 
 
+@pytest.mark.full
 def test_the_installed_command_runs_from_the_wheel_with_every_preset(site: Path, tmp_path: Path) -> None:
     listed = [line.split()[0] for line in installed(site, tmp_path, "init", "--list").splitlines()[1:]]
     assert sorted(listed) == PRESETS
@@ -87,6 +88,7 @@ def roots_of(name: str) -> set[str]:
     return set()
 
 
+@pytest.mark.full
 def test_imported_packages_are_the_declared_ones() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {

@@ -30,6 +30,7 @@ def line_of(folder: Path, text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(text))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("key", "met", "unmet", "message"),
     [
@@ -85,6 +86,7 @@ def test_a_reward_model_without_the_number(
     assert f"{run_folder}/{message}" in result.stderr and f"hint: {hint}" in result.stderr
 
 
+@pytest.mark.full
 def test_a_value_model_is_not_a_reward_and_without_a_reward_model_the_key_has_no_effect(run_folder: Path) -> None:
     write_ppo(run_folder, {"accuracy": 0.6}, {**PPO, "rewards": {"short": {"function": "judges:short"}}})
     for result in (ppo(run_folder), rlhf("check", run_folder / "ppo.yaml")):
@@ -94,6 +96,7 @@ def test_a_value_model_is_not_a_reward_and_without_a_reward_model_the_key_has_no
         )
 
 
+@pytest.mark.full
 def test_rlhf_run_finds_it_before_anything_trains(run_folder: Path) -> None:
     as_reward_stage(run_folder, metrics=CARD)
     (run_folder / "reward.yaml").unlink()  # its stage is not part of this run
@@ -103,6 +106,7 @@ def test_rlhf_run_finds_it_before_anything_trains(run_folder: Path) -> None:
     assert not (run_folder / "ppo").exists() and not (run_folder / "other").exists()
 
 
+@pytest.mark.full
 def test_what_is_finished_stays_finished_and_a_changed_requirement_makes_nothing_stale(run_folder: Path) -> None:
     as_reward_stage(run_folder, metrics=CARD)
     write_ppo(run_folder, {"accuracy": 0.6})
@@ -114,6 +118,7 @@ def test_what_is_finished_stays_finished_and_a_changed_requirement_makes_nothing
     assert (run_folder / "ppo/manifest.json").exists() and not (run_folder / ".old").exists()
 
 
+@pytest.mark.full
 def test_check_waits_for_a_reward_stage_that_is_still_to_run(run_folder: Path) -> None:
     pairs = [{"prompt": "p", "chosen": "a", "rejected": "b"}]
     jsonl.write_jsonl(run_folder / "pairs.jsonl", pairs * 8)

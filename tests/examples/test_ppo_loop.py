@@ -1,7 +1,6 @@
 """examples/ppo_loop.py: its update is the trainer's, and the script runs."""
 
 import copy
-import os
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from run_cli import python
 
 SCRIPT = Path(__file__).parents[2] / "examples/ppo_loop.py"
 
@@ -23,6 +21,7 @@ def loop():
     return module
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_an_update_is_that_of_the_trainer(loop, epochs: int) -> None:
     """Two updates of the same rollouts give the same advantages and the same weights, in float64."""
@@ -65,10 +64,9 @@ def lists_of(rollout) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, responses
 
 
-@pytest.mark.training
-def test_the_script_runs() -> None:
+@pytest.mark.full
+def test_the_script_runs(loop, capsys: pytest.CaptureFixture[str]) -> None:
     """A few steps of each stage; the whole script takes a minute."""
-    code = f"import runpy; runpy.run_path({str(SCRIPT)!r})['main'](sft_steps=2, reward_steps=2, updates=1)"
-    result = python("-c", code, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert result.returncode == 0, result.stderr
-    assert "update  1  reward" in result.stdout and "quality of an answer" in result.stdout
+    loop.main(sft_steps=2, reward_steps=2, updates=1)
+    printed = capsys.readouterr().out
+    assert "update  1  reward" in printed and "quality of an answer" in printed

@@ -1,6 +1,6 @@
 """Whatever stands in a config or in a data file: no traceback, a code and a place, and nothing that is lost in silence.
 
-1000 cases, the same each time; `make fuzz CASES=50000` draws others.
+500 cases, the same each time; `make fuzz CASES=50000` draws others.
 """
 
 import json
@@ -24,7 +24,7 @@ from rlhf_cli.errors import CODES
 from rlhf_cli.rewards import trial
 from tests.conftest import turns
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 LINE = re.compile(r"(error|warning)\[(\w+)\]: (\S.*)")
 TEXTS = {
     "sft": [

@@ -25,7 +25,7 @@ from rlhf_cli.models.load import init_reward_model, load_causal_lm
 from tests.conftest import World
 from tests.fuzzing.test_configs_and_rows import outcome
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 VALUES = [
     0, 1, -1, 2, 3, 4, 8, 31, 48, 64, 336, 5000, 10**7, 10**12, 0.5, 1e-5, -0.1, 1e400, True, False, None, "", "abc",
     "gelu", "llama", "gpt2", "qwen2", "bert", "t5", "gemma3", "float16", "os.system", [], [1], ["LlamaForCausalLM"],

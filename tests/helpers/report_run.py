@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from markupsafe import Markup
 
 from rlhf_cli.files import hash_files, list_files, write_checked_json
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.report import charts, page
+from rlhf_cli.report import charts, frontier, page
 from rlhf_cli.runs.read import read_run
 
+DRAW_SVG = charts.draw_svg
 SFT_LOSSES = [3.0, 2.5, 2.25, 2.125]
 UPDATES = 20
 CARD = {
@@ -225,15 +226,32 @@ def change(path: Path, **fields: Any) -> None:
 
 
 def draws_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Leave figures empty; tests/report/test_page.py tests the figures."""
     patch.setattr(charts, "draw_svg", lambda *_: Markup("<svg></svg>"))
+    patch.setattr(frontier, "render", lambda *_, **__: "<svg></svg>")
+
+
+def draws(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(charts, "draw_svg", DRAW_SVG)
+    patch.setattr(frontier, "render", charts.render)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def empty_figures() -> Iterator[None]:
+    """Leave figures empty: drawing them takes as long as a small evaluation."""
+    with pytest.MonkeyPatch.context() as patch:
+        draws_nothing(patch)
+        yield
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw figures, for the tests that look at them."""
+    draws(monkeypatch)
 
 
 def words(folder: Path) -> str:
-    """Return the text of a run's page without figures."""
-    with pytest.MonkeyPatch.context() as patch:
-        draws_nothing(patch)
-        return text_of(page.of_run(read_run(folder)))
+    """Return the text of a run's page."""
+    return text_of(page.of_run(read_run(folder)))
 
 
 def text_of(html: str) -> str:

@@ -41,6 +41,7 @@ def error_of(judge: PairwiseJudge) -> str:
     return problem.line()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "code", "says"),
     [

@@ -158,6 +158,7 @@ def test_a_judge_passes_with_4_wrong_pairs_and_not_with_5() -> None:
     assert probe.MAX_WRONG == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("winner", ["1", "2", "tie"])
 def test_a_judge_that_always_says_the_same_fails_the_probe(server: StandIn, tmp_path: Path, winner: str) -> None:
     server.every = lambda body: reply(json.dumps({"winner": winner}))

@@ -14,7 +14,7 @@ from rlhf_cli.models import build, save
 from rlhf_cli.models.load import load_causal_lm
 from tests.conftest import World
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 
 # Bases

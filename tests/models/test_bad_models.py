@@ -28,7 +28,7 @@ def edit_tokenizer(change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(settings))
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_t01_pad_is_eos(folder: Path) -> None:
     """SFT takes another pad token; a foreign reward model is read where it was trained. Both say so."""
     edit_tokenizer(lambda settings: settings.update(pad_token=settings["eos_token"]))
@@ -40,7 +40,7 @@ def test_t01_pad_is_eos(folder: Path) -> None:
     assert warned(scored, "T01", "ppo.yaml:1: the reward model's pad token is its EOS")
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_t02_no_pad_token(folder: Path) -> None:
     edit_tokenizer(lambda settings: settings.pop("pad_token"))
     assert warned(rlhf("sft"), "T02", "")
@@ -63,7 +63,7 @@ def test_t03_two_start_tokens(folder: Path) -> None:
     assert warned(check("sft.yaml"), "T03", "rows.jsonl: ", *says)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_t05_template_differs_between_stages(folder: Path) -> None:
     assert rlhf("sft", "-s", "model.chat_template=chatml").exit_code == 0
     (folder / "other.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
@@ -127,6 +127,7 @@ def test_m04_an_adapter_in_place_of_a_model(folder: Path, base: str | None, says
     assert refused(rlhf("sft"), "M04", "sft.yaml:1: ", "adapter holds an adapter, not a full model", *says)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_m10_an_encoder_decoder_model(folder: Path, stage: str) -> None:
     """TRL 0.11's is_encoder_decoder: reported before anything loads."""
@@ -167,7 +168,7 @@ def add_image_token(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_m06_a_special_token_beyond_the_embedding_that_no_text_contains(folder: Path) -> None:
     add_image_token(folder)
     foreign_scorer(folder)

@@ -55,6 +55,7 @@ def test_a_foreign_scorer_whose_pad_is_its_eos_is_read_as_transformers_pools_it(
     assert (forward.rollout_scores(tiny.scorer(), ROLLOUT, max_rows=3) - pooled).abs().min() > 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_end_token_gets_the_score_of_the_pairs_own(family, packed):

@@ -96,6 +96,7 @@ def write_family(name: str, folder: Path) -> None:
         tiny.causal(name).save_pretrained(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*families.FAMILIES, *tiny.FAMILIES])
 def test_every_family_loads_with_its_own_weights(name: str, tmp_path: Path) -> None:
     """As a language model, as the start of a reward model, and as the reward model."""
@@ -130,6 +131,7 @@ def renamed(old: str, new: str) -> Change:
     return lambda tensors: {(new if name == old else name): tensor for name, tensor in tensors.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tensors", "fields", "text"),
     [
@@ -162,6 +164,7 @@ def test_m13_a_separate_head_of_a_model_with_tied_embeddings(causal: Path) -> No
     assert load_causal_lm(causal).lm_head.weight.shape == (336, 32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tensors", "fields", "code"),
     [
@@ -228,6 +231,7 @@ def test_reading_a_config_uses_no_random_numbers_and_ignores_dangling_links(caus
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
 def test_m13_in_every_command_before_anything_trains(stage: str, folder: Path) -> None:
     """In `rlhf check`, too, which reads no weights."""
@@ -274,6 +278,7 @@ def test_dtype_auto_and_unsupported_dtypes_load_in_float32(
     assert load_causal_lm(tmp_path, dtype=name).dtype == dtype
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*families.FAMILIES, *tiny.FAMILIES])
 def test_a_frozen_base_stored_in_bf16_never_has_its_matrices_in_float32(name: str, tmp_path: Path) -> None:
     """It equals the base that was loaded in float32 and stored for autocast later, in each weight and buffer."""

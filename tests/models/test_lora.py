@@ -28,7 +28,7 @@ from rlhf_cli.planning.target import Target
 from rlhf_cli.stages.common import trl_callback
 from tests.conftest import World
 
-pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
 
 
 def sizes(folder: Path) -> int:

@@ -20,7 +20,7 @@ from rlhf_cli.ppo import graph_engine, rollout
 from rlhf_cli.ppo.rollout import HFEngine
 from tests.conftest import SHARED
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 CACHED = ["mamba", "mamba2", "falcon_mamba", "granitemoehybrid", "doge", "mllama", "modernbert-decoder"]
 UNCACHED = ["recurrent_gemma", "rwkv", "deepseek_v4", "minimax", "openai-gpt", "xlm", "roberta"]

@@ -53,6 +53,7 @@ def saves_wrongly(patch: pytest.MonkeyPatch, kind: Any, change: Change, place: s
     patch.setattr(kind, "save_pretrained", save)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "kind", "change", "says", "options"),
     [
@@ -76,6 +77,7 @@ def test_a_stage_that_loses_weights_stops_and_resumes(
         must_succeed(rlhf(stage, "-c", f"{stage}.yaml", *options), "resumes at step 1 of 1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["model", "value"])
 def test_ppo_that_loses_weights_stops(run_folder: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     saves_wrongly(monkeypatch, PreTrainedModel, remove("model.safetensors"), place)

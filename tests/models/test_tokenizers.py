@@ -213,6 +213,7 @@ SAME_IDS: list[Callable[[Any], object]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHANGED_IDS)
 def test_a_change_of_token_ids_is_found(name: str, world: World) -> None:
     changed = world.tokenizer()
@@ -220,6 +221,7 @@ def test_a_change_of_token_ids_is_found(name: str, world: World) -> None:
     assert difference(world.tokenizer(), changed)
 
 
+@pytest.mark.full
 def test_settings_that_do_not_change_ids_are_no_difference(world: World, tmp_path: Path) -> None:
     changed = world.tokenizer()
     for change in SAME_IDS:
@@ -230,6 +232,7 @@ def test_settings_that_do_not_change_ids_are_no_difference(world: World, tmp_pat
     assert difference(world.tokenizer(), tokenizers.load_tokenizer(tmp_path)) is None
 
 
+@pytest.mark.full
 def test_the_token_scores_of_a_unigram_model_are_compared(world: World) -> None:
     first, other = world.tokenizer(), world.tokenizer()
     for tokenizer, score in ((first, -1.0), (other, -900.0)):
@@ -241,6 +244,7 @@ def test_the_token_scores_of_a_unigram_model_are_compared(world: World) -> None:
     assert difference(first, other) is not None
 
 
+@pytest.mark.full
 def test_slow_tokenizers_are_compared_by_their_ids() -> None:
     first, other = ByT5Tokenizer(), ByT5Tokenizer()
     assert not first.is_fast and difference(first, other) is None

@@ -77,14 +77,13 @@ def test_selecting_by_what_ppo_was_trained_on_is_warned_of(run_folder: Path) -> 
     assert "hint: select by a judge that PPO never saw" in result.stderr
 
 
-@pytest.mark.training
 def test_rlhf_run_checks_everything_first(run_folder: Path) -> None:
     """A fault of the third stage ends it before the first one."""
     jsonl.write_jsonl(run_folder / "prompts.jsonl", [{"prompt": f"Tell me about {n}."} for n in range(70)])
     with (run_folder / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": null}\n')
-    done = run_cli.child("run", ".")
-    assert done.returncode == 2 and done.stdout == ""
+    done = run_cli.run_here(".")
+    assert (done.exit_code, done.stdout) == (2, "")
     first, error, hint = done.stderr.splitlines()
     assert first.startswith("run      checking") and hint.startswith("hint: ")
     assert error.startswith('error[D06]: prompts.jsonl:71: "prompt" is null')
@@ -128,6 +127,7 @@ def test_a_stage_with_wrong_values_has_its_files_checked(run_folder: Path, monke
     assert check(".", "--quiet").stderr.count("error[") == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "break_it"),
     [
@@ -250,7 +250,7 @@ def test_t04_and_t05_against_a_stage_that_is_still_to_run(run_folder: Path) -> N
     assert "error[T05]: reward.yaml:1: model.chat_template is not that of the SFT stage" in check(".").stderr
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_finished_stages_and_the_output_of_another_config(run_folder: Path) -> None:
     assert rlhf("sft").exit_code == 0
     whole = lines(check(".").stdout)
@@ -281,7 +281,7 @@ def test_overrides_reach_the_stages(run_folder: Path) -> None:
     assert "error[C06]: --set ppo.total_episodes" not in result.stderr and "error[C11]: --set seed" in result.stderr
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_the_steps_of_a_run_are_those_that_it_takes(folder: Path) -> None:
     sizes = "num_train_epochs: 1.5, per_device_train_batch_size: 7, gradient_accumulation_steps: 3"
     replace("sft.yaml", "max_steps: 1", sizes)
@@ -292,6 +292,7 @@ def test_the_steps_of_a_run_are_those_that_it_takes(folder: Path) -> None:
     assert json.loads((folder / "sft/manifest.json").read_text())["step"] == 8
 
 
+@pytest.mark.full
 def test_static_faults_are_found_quickly_without_torch(run_folder: Path) -> None:
     """Each of the four files has a fault; the cost counts the start of Python too."""
     replace("sft.yaml", "max_steps: 1", "max_stepps: 1")
@@ -330,6 +331,7 @@ def test_nine_faults_of_one_folder_at_once(run_folder: Path, monkeypatch: pytest
     assert not result.stdout.rstrip().endswith("ok")
 
 
+@pytest.mark.full
 def test_a_preset_is_all_right(tmp_path: Path) -> None:
     presets.init("ci", tmp_path / "ci")
     assert check(str(tmp_path / "ci")).exit_code == 0

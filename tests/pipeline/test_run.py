@@ -147,6 +147,7 @@ RATE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("happens", "expected"),
     [
@@ -380,6 +381,7 @@ def until(there: Callable[[], bool], else_: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_reach_the_child_and_its_exit_code_comes_back(folder: Path, number: int, code: int) -> None:
     parent = start_and_wait(folder)

@@ -192,6 +192,7 @@ def estimated(case: Recorded) -> float:
     return tensors + overhead.holes + (overhead.libraries if case.process else OTHER_BYTES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_estimate_is_0_to_15_percent_above_the_recorded_peak(name: str) -> None:
     case = RECORDED[name]

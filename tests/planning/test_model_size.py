@@ -32,6 +32,7 @@ def test_parameters_are_those_of_the_files(make: Any, from_config: Any, family: 
     assert all(weight.device == build.META for weight in model.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_activations_are_what_autograd_keeps(family: str, bf16: bool) -> None:
@@ -61,6 +62,7 @@ def test_a_llama_layer_keeps_the_bytes_of_the_formula() -> None:
     assert three - two == pytest.approx(4 * length * numbers, rel=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_step_takes_what_torch_s_tracker_counts(family: str) -> None:
     """The peak of a forward and backward pass with logits, on tensors without content."""

@@ -36,6 +36,7 @@ def planner(gib: float) -> MemoryPlanner:
     return made
 
 
+@pytest.mark.full
 def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
     """The same total of rows an update; less memory means fewer rows at once, then another placement."""
     seen = []
@@ -57,6 +58,7 @@ def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
         assert index < later or all(one.rows[stage] >= other.rows[stage] for stage in MAX_ROWS)
 
 
+@pytest.mark.full
 def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

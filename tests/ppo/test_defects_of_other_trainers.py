@@ -17,7 +17,7 @@ from rlhf_cli.models import save
 from rlhf_cli.ppo.trainer import PPOTrainer
 
 ROOT = Path(__file__).parents[2]
-training = pytest.mark.training
+full = pytest.mark.full
 
 
 # TRL
@@ -38,7 +38,7 @@ def test_trl_02_gradient_checkpointing_recomputes_every_layer_of_policy_and_valu
     assert passes == {False: 2, True: 4}, "two layers"
 
 
-@training
+@full
 def test_trl_04_an_update_that_crosses_the_end_of_a_pass_makes_all_steps(run_folder, monkeypatch):
     """20 prompts, 8 per update: the third and the fifth update cross the end of a pass."""
     steps: list[int] = []  # of the optimizer, in each update
@@ -58,7 +58,7 @@ def test_trl_04_an_update_that_crosses_the_end_of_a_pass_makes_all_steps(run_fol
     assert [row["episode"] for row in rows] == [8, 16, 24, 32, 40]
 
 
-@training
+@full
 def test_trl_06_the_value_model_is_saved_and_loads_as_the_one_that_was_trained(trained_once):
     run_folder, classifier = trained_once[0], AutoModelForSequenceClassification
     saved, report = classifier.from_pretrained(run_folder / "ppo/value", output_loading_info=True)
@@ -102,7 +102,7 @@ def test_nemo_14_an_unknown_key_is_rejected_in_every_section(folder, name):
 # DeepSpeed-Chat
 
 
-@training
+@full
 def test_deepspeed_15_generation_config_does_not_make_training_greedy(trained_folder):
     plain = (trained_folder / "ppo/samples.jsonl").read_bytes()
     path = trained_folder / "sft_model/generation_config.json"
@@ -114,7 +114,7 @@ def test_deepspeed_15_generation_config_does_not_make_training_greedy(trained_fo
 # ms-swift
 
 
-@training
+@full
 def test_ms_swift_16_policy_and_reward_model_are_each_read_once(run_folder, monkeypatch):
     """The reference, the value model and a second use of the reward model are made from what is loaded."""
     reads = []

@@ -28,6 +28,7 @@ def engine(kind: Any, family: str = "llama", stop: Any = tiny.EOS, **options: An
     return kind(tiny.causal(family), stop, tiny.PAD, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_those_of_a_pass_over_the_whole_row(kind, temperature):
@@ -43,6 +44,7 @@ def test_log_probs_are_those_of_a_pass_over_the_whole_row(kind, temperature):
     assert rollout.ended.any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ENGINES)
 def test_the_trainer_measures_no_gap_and_new_weights_change_the_draws(kind):
     trainer = tiny.trainer(learning_rate=0.01)
@@ -55,6 +57,7 @@ def test_the_trainer_measures_no_gap_and_new_weights_change_the_draws(kind):
     assert responses(trainer.generate(tiny.prompts(), "show")) != responses(before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ENGINES)
 def test_r19_an_engine_that_keeps_old_weights_is_noticed_before_anything_is_trained(kind):
     trainer = tiny.trainer(learning_rate=0.05, max_logprob_gap=0.05)
@@ -68,6 +71,7 @@ def test_r19_an_engine_that_keeps_old_weights_is_noticed_before_anything_is_trai
     assert torch.equal(tiny.weights(trainer.policy), weights) and trainer.updates == updates
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("stop", [tiny.EOS, tiny.PAD, (tiny.EOS, 7), None])
 def test_a_response_ends_with_its_first_stop_token(kind, stop):
@@ -80,6 +84,7 @@ def test_a_response_ends_with_its_first_stop_token(kind, stop):
     assert (rollout.ids[:, rollout.prompt_width :][beyond] == tiny.PAD).all() and rollout.mask[:, -1].any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_score_is_that_of_the_pairs_stop_token_whichever_ends_the_response(kind, packed):
@@ -95,6 +100,7 @@ def test_the_score_is_that_of_the_pairs_stop_token_whichever_ends_the_response(k
             assert float(scores[row]) == pytest.approx(float(scorer.score(states[0, -1])), abs=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("length", [1, 2, 16, 17])
 def test_no_response_is_longer_than_the_limit(kind, length):
@@ -102,6 +108,7 @@ def test_no_response_is_longer_than_the_limit(kind, length):
     assert rollout.response_lengths.tolist() == [length] * 3 and not rollout.ended.any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("size", [None, 1, 5])
 def test_a_rows_draws_depend_on_its_seed_alone(kind, size):
@@ -112,6 +119,7 @@ def test_a_rows_draws_depend_on_its_seed_alone(kind, size):
     assert responses(engine(kind, batch_size=size).generate(turned)) == [whole[row] for row in order]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ENGINES)
 def test_samples_of_one_prompt_differ(kind):
     prompts = Prompts.from_lists([[5, 6, 7]]).repeat(6)

@@ -60,6 +60,7 @@ def test_all_fast_paths_are_on_by_default_and_agree_with_the_plain_ones():
 # packing
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
@@ -147,7 +148,7 @@ def test_a_cpu_attends_to_no_padding_which_repeats_the_tokens_of_its_row():
 # compiled layers
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"gradient_checkpointing": True, "entropy_coef": 0.1}, marks=pytest.mark.slow)]
 )
@@ -165,6 +166,7 @@ def test_compiled_layers_train_as_plain_ones_and_the_first_ratio_is_1(changes, c
     assert "forward" not in vars(trainer.policy.model.layers[0]), "rollouts and checkpoints see the plain layers"
 
 
+@pytest.mark.full
 def test_a_compiled_token_step_draws_the_same_tokens_by_one_function_for_all_layers_and_batches(compiled_without_code):
     policy = tiny.causal("qwen2", num_hidden_layers=4)
     packing.enable([policy])
@@ -184,6 +186,7 @@ def test_a_compiled_token_step_draws_the_same_tokens_by_one_function_for_all_lay
     assert "forward" not in vars(policy.model.layers[0])
 
 
+@pytest.mark.full
 def test_a_compiled_token_step_keeps_the_cache_in_bfloat16_beside_weights_in_float32(compiled_without_code):
     """As with adapters on a GPU, where the engine samples from the policy itself."""
     policy = tiny.causal("llama")
@@ -307,6 +310,7 @@ def test_packing_is_not_saved(tmp_path):
 # logits_at_a_time
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 3, 7, "auto"])
 @pytest.mark.parametrize(
     "changes", [{}, {"head": True}, {"entropy_coef": 0.3}, {"kl_in": "loss", "kl_estimator": "k3"}]
@@ -362,6 +366,7 @@ def test_gradients_of_embedding_and_head_are_added_in_place(family):
     assert difference(gradient[3], gradient["all"]) <= 1e-12
 
 
+@pytest.mark.full
 def test_gradients_in_place_are_those_of_autograd():
     """With a pad token, a bias of the head, repeated tokens, two calls that add up; and none without grad mode."""
     torch.manual_seed(0)
@@ -435,6 +440,7 @@ def prompts(queries: list[list[int]], length: int = 12) -> Prompts:
     return replace(Prompts.from_lists(queries), seeds=tuple(seeds_of(len(queries))), response_length=length)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, "lfm2", "falcon_h1"])
 def test_a_compact_batch_engine_samples_what_the_plain_one_samples(family):
     queries = [[5, 6]] * 3 + [[7]] * 2 + [[8, 9, 4]] + [[5, 6]] * 2 + [[7, 7, 7, 7]] * 4
@@ -477,6 +483,7 @@ def test_noise_is_the_plain_arithmetic_of_seed_step_and_token():
         torch.testing.assert_close(noise, expected, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.full
 def test_rare_tokens_are_drawn_as_often_as_they_should_be():
     """Beyond the resolution of 24 bits: a token of probability 1e-6 besides a likely one, in 2 x 10^7 draws."""
     keys, counters = row_keys(seeds_of(20000, seed=1), CPU), token_counters(2, CPU)

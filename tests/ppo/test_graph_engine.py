@@ -15,6 +15,7 @@ from tests.ppo.test_rollout import responses, seeded
 STATIC = [family for family in tiny.FAMILIES if reason_against(tiny.causal(family)) is None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", STATIC)
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_the_tokens_of_fixed_shapes_are_those_of_hf(family, temperature):
@@ -65,6 +66,7 @@ class Watch(TorchDispatchMode):
         return result
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", STATIC)
 def test_a_step_neither_waits_for_the_device_nor_changes_a_shape(family):
     subject, prompts = engine(GraphEngine, family), seeded(tiny.prompts(6), length=LONG)

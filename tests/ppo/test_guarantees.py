@@ -40,6 +40,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / one.norm())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
@@ -75,6 +76,7 @@ def test_the_first_step_is_exact_with_every_option(changes):
     assert later["policy/first_ratio_error"] == 0.0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_log_probs_are_those_of_a_left_padded_forward_with_a_mask(family):
     """As another engine would read them: all rows together, left-padded, with attention mask and positions."""
@@ -123,6 +125,7 @@ def test_the_reward_model_is_fed_the_rollouts_own_ids():
 # 3. Means over tokens.
 
 
+@pytest.mark.full
 @OPTIONS
 @PRECISION
 def test_gradient_is_the_same_for_any_micro_batching(options, dtype, limit):
@@ -214,6 +217,7 @@ def test_kl_in_the_loss_through_the_whole_chain(kind, sampled, temperature):
 # 5. What is frozen.
 
 
+@pytest.mark.full
 @OPTIONS
 def test_nothing_frozen_moves(options):
     trainer = tiny.trainer(**options, num_shared_layers=1 if options else None, weight_decay=0.1)

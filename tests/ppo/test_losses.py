@@ -302,6 +302,7 @@ def updated(shift, **changes):
     return before, trainer, trainer.update(experience)
 
 
+@pytest.mark.full
 @MODES
 def test_with_equal_log_probs_the_update_is_that_without_the_option(mode):
     (_, plain, expected), (_, ours, found) = updated(0.0), updated(0.0, rollout_correction={"mode": mode})
@@ -309,6 +310,7 @@ def test_with_equal_log_probs_the_update_is_that_without_the_option(mode):
     assert torch.equal(tiny.weights(plain.policy), tiny.weights(ours.policy))
 
 
+@pytest.mark.full
 def test_only_the_surrogate_is_weighted():
     """All rows are masked: the policy does not move without other terms; the value model learns as ever."""
     masked = {"rollout_correction": {"mode": "sequence_mask", "cap": 1.1}}
@@ -407,6 +409,7 @@ def test_the_expected_gradient_of_rloo_is_that_of_the_policy(k):
 # The trainer
 
 
+@pytest.mark.full
 @GROUPS
 def test_a_policy_learns_without_a_value_model(estimator):
     """To end within two tokens, after 7 to 14 updates; no number, weight or optimizer state is of a value model."""

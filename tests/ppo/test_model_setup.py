@@ -33,6 +33,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=1e-5)  # kernels differ by the alignment of memory
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_num_shared_layers_freezes_and_shares_and_the_rest_trains(family):
     depth = {"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}

@@ -71,6 +71,7 @@ AT_THE_LIMIT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("signal", AT_THE_LIMIT)
 def test_a_signal_fires_beyond_its_limit_and_not_at_it(signal):
     """eos: 0.1875 less is within 0.2, 0.25 less is not. With 1024 rows, noise plays no part."""
@@ -187,7 +188,7 @@ def hackable(folder: Path, **watchdog: object) -> None:
     write(folder, "ppo", {**PPO, "rewards": rewards, "output": output, "ppo": SETTINGS | {"watchdog": watchdog}})
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_planted_hack_is_stopped_before_the_judge_falls_below_sft(run_folder):
     hackable(run_folder, actions={"judge": "stop"}, kl=None, repetition=None)
     result = ppo(run_folder)
@@ -210,7 +211,7 @@ def test_a_planted_hack_is_stopped_before_the_judge_falls_below_sft(run_folder):
     must_succeed(ppo(run_folder), "finished already")
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_an_alert_is_printed_once_per_signal_and_logged_each_time(run_folder):
     hackable(run_folder, kl=0.2, judge=None)
     result = must_succeed(ppo(run_folder))
@@ -224,7 +225,7 @@ def test_an_alert_is_printed_once_per_signal_and_logged_each_time(run_folder):
     assert all(row["kl_coef"] == 1e-9 for row in log)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_raise_kl_coef_applies_from_the_next_update_and_survives_a_kill(run_folder, tmp_path_factory):
     """The process ends two updates after a checkpoint; the resumed run is the straight one, watchdog.jsonl too."""
     hackable(run_folder, kl=0.1, judge=None, repetition=None, actions={"kl": "raise_kl_coef"}, kl_factor=4.0)

@@ -39,6 +39,7 @@ def test_batch_arithmetic():
         PPOSettings(num_train_epochs=2.0).num_updates()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("minibatches,epochs", [(1, 4), (2, 3), (4, 1)])
 def test_num_mini_batches_and_num_ppo_epochs_make_the_optimizer_steps(minibatches, epochs):
     trainer = tiny.trainer(num_mini_batches=minibatches, num_ppo_epochs=epochs)
@@ -54,6 +55,7 @@ def test_num_samples_per_prompt_gives_adjacent_rows_with_different_responses():
     assert len({tuple(rollout.response_tokens(row)) for row in range(4)}) > 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens,packing", [("auto", False), (12, False), (12, True)])
 def test_micro_batch_tokens_bounds_the_forward_passes(tokens, packing, monkeypatch):
     trainer = tiny.trainer(micro_batch_tokens=tokens, num_ppo_epochs=2, packing=packing, response_length=3)
@@ -85,6 +87,7 @@ def test_response_length_range_is_sampled_for_each_update():
 # Precision
 
 
+@pytest.mark.full
 def test_bf16_changes_the_numbers_a_little_and_keeps_the_weights_float32():
     (_, a), (half, b) = tiny.one_step(), tiny.one_step(bf16=True)
     assert all(p.dtype == torch.float32 for p in half.policy.parameters())
@@ -148,6 +151,7 @@ def both(trainer):
 # Learning rates
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rate", [0.0, 1e-8])
 @pytest.mark.parametrize("name", ["linear", "polynomial", "cosine_with_min_lr"])
 def test_a_tiny_learning_rate_is_accepted(name, rate):
@@ -160,6 +164,7 @@ def test_a_tiny_learning_rate_is_accepted(name, rate):
 # The value model trained alone first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("loss", [{}, {"kl_in": "loss", "kl_estimator": "full", "entropy_coef": 0.1}])
 def test_value_only_updates_hold_the_policy_bit_by_bit(head, loss):
@@ -190,6 +195,7 @@ def test_a_value_head_needs_no_extra_forward_pass():
     assert [tuple(p.shape) for p in trainer.value.parameters()] == [(1, 32)], "not a copy of a model"
 
 
+@pytest.mark.full
 def test_a_value_head_starts_at_zero_and_learns():
     trainer = tiny.trainer(head=True)
     experience = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
@@ -242,6 +248,7 @@ def recorded(**changes):
     return trainer, [step.metrics["policy/policykl"] for step in steps], stats
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_early_stopping_ends_the_epochs_after_the_last_minibatch_of_one(minibatches):
     free, steps, stats = recorded(num_mini_batches=minibatches)

@@ -30,7 +30,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128}  # matrices of 4096 numbers
 # local_rollout_forward_batch_size
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_gpu_generates_as_many_responses_at_a_time_as_fit(run_folder, monkeypatch):
     """On an imagined GPU, as `rlhf plan` says, the log says how many; all numbers are those of 8 at once."""
     batches, generate = [], HFEngine._generate_ids
@@ -86,6 +86,7 @@ def places(model: nn.Module) -> list[int]:
     return [weight.data_ptr() for weight in [*model.parameters(), *model.buffers()]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [{}, {"kl_in": "loss", "kl_estimator": "full"}, {"packing": False}])
 def test_offloading_changes_no_bit(changes):
     runs = []
@@ -127,7 +128,7 @@ def test_a_copy_is_on_the_device_only_while_a_model_runs(exact, monkeypatch):
     assert places(scorer) == home["reward"] and places(trainer.ref) == home["ref"]
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_the_stage_offloads_models_and_writes_the_same_bytes(run_folder, monkeypatch):
     """This machine's CPU takes the role of a GPU."""
     write(run_folder, "ppo", PPO | {"ppo": PPO["ppo"] | {"generate_ref_response": True, "num_sample_generations": 2}})
@@ -147,6 +148,7 @@ def test_the_stage_offloads_models_and_writes_the_same_bytes(run_folder, monkeyp
 # Frozen matrices in bfloat16
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_frozen_matrices_in_bfloat16_change_no_bit_under_autocast(family, monkeypatch):
     """Of the reference and the reward model; half of their matrices' bytes, and the KL of the first update stays 0."""
@@ -166,7 +168,7 @@ def test_frozen_matrices_in_bfloat16_change_no_bit_under_autocast(family, monkey
     assert not experiences[0].kl.any()
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_the_stages_store_frozen_matrices_in_bfloat16(run_folder, monkeypatch):
     """With ppo.bf16 and eval.bf16; without a GPU the default is float32."""
     stored, plain = [], lora.autocast_matrices
@@ -188,6 +190,7 @@ def output(folder: Path) -> tuple[object, ...]:
     return hashes, untimed(folder / "ppo/metrics.jsonl"), untimed(folder / "ppo/samples.jsonl")
 
 
+@pytest.mark.full
 def test_e01_offload_without_a_gpu(run_folder):
     if torch.cuda.is_available():
         pytest.skip("this machine computes on a GPU")
@@ -249,7 +252,7 @@ def wide_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_run_in_8_bits_resumes_to_the_same_bytes(wide_folder):
     assert ppo(wide_folder).exit_code == 0
     straight = output(wide_folder)

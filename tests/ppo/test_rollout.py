@@ -25,6 +25,7 @@ def responses(rollout) -> list[list[int]]:
     return [rollout.response_tokens(row) for row in range(len(rollout))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "temperature"), [*((family, 0.8) for family in tiny.FAMILIES), ("llama", 0.0)])
 def test_agrees_with_a_plain_loop(family, temperature):
     """No cache, no batching, no padding: one row at a time, the full prefix through the model at each token."""

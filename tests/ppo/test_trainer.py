@@ -63,6 +63,7 @@ def test_scores_of_the_caller_replace_the_sources():
 # The same seed, the same run
 
 
+@pytest.mark.full
 def test_same_seed_same_run_bit_for_bit():
     (one, weights), (same, same_weights), (_, other_weights) = (
         (run(trainer), tiny.weights(trainer.policy)) for trainer in (tiny.trainer(seed=seed) for seed in (0, 0, 1))
@@ -77,6 +78,7 @@ def test_same_seed_same_run_bit_for_bit():
     assert torch.equal(tiny.weights(plain.policy), tiny.weights(disturbed.policy))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
@@ -140,7 +142,7 @@ def test_an_engine_that_samples_another_distribution_is_rejected(key, value):
 # It learns, and refuses to learn from nonsense
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_bandit_learns_to_say_seven_and_the_kl_penalty_limits_it():
     def sevens(prompts, responses):
         return [float(response.split().count("7")) for response in responses]
@@ -181,6 +183,7 @@ def bad_gradient(name: str):
     return update
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "call,problem",
     [
@@ -211,6 +214,7 @@ def test_weights_that_a_step_made_infinite_are_reported_before_they_are_saved():
 # The average of the weights
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [{}, {"num_shared_layers": 1}, {"value_only_updates": 1, "head": True}])
 def test_the_average_is_the_weighted_sum_of_the_policies_and_a_resumed_run_has_it(changes):
     """Training is that without an average. The engine gets the averaged weights, and then the trained ones again."""

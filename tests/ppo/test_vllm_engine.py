@@ -23,7 +23,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
 from tests.ppo.test_rollout import responses, seeded
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 SYNCS = ("lora", "disk")
 
 

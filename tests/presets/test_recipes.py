@@ -17,7 +17,6 @@ import pyarrow.parquet
 import pytest
 import run_cli
 from ppo_folder import lines, must_succeed
-from report_run import draws_nothing
 from transformers import AutoTokenizer
 
 from rlhf_cli import config
@@ -75,12 +74,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return Hub(tmp_path / "cache")
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matplotlib takes longer than the stages."""
-    draws_nothing(monkeypatch)
-
-
 def rlhf(*arguments: object) -> Any:
     return must_succeed(run_cli.rlhf(*arguments))
 
@@ -129,6 +122,7 @@ CHANGED = {"per_device_train_batch_size", "gradient_accumulation_steps", "local_
 CHANGED |= {"per_device_eval_batch_size", "per_device_batch_size", "gradient_checkpointing", "optim", "offload"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "gpu", "memory", "adapters"),
     [
@@ -179,12 +173,13 @@ def test_a_recipe_is_fitted_to_a_gpu(
         assert batches[0] == batches[1]
 
 
+@pytest.mark.full
 def test_a_changed_rate_is_written_without_binary_digits(tmp_path: Path) -> None:
     must_succeed(rlhf("init", "hh", tmp_path / "run", "--gpu", "12", "--baselines"))
     assert "learning_rate: 1e-5 " in (tmp_path / "run/dpo.yaml").read_text()
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_tldr_on_a_model_like_pythia(hub: Hub, tmp_path: Path) -> None:
     def post(thing: str, number: int) -> str:
         return f"SUBREDDIT: r/{thing}\n\nTITLE: The {thing}\n\nPOST: I saw the {thing} {number} times.\n\nTL;DR:"
@@ -208,7 +203,7 @@ def test_tldr_on_a_model_like_pythia(hub: Hub, tmp_path: Path) -> None:
     assert "base" in report["models"] and report["reward_model"]["accuracy"] >= 0
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_hh_on_a_model_without_a_chat_template(hub: Hub, tmp_path: Path) -> None:
     def prompt(thing: str, number: int) -> str:
         turns = f"\n\nHuman: What is a {thing}?\n\nAssistant: It is number {number}."
@@ -229,7 +224,7 @@ def test_hh_on_a_model_without_a_chat_template(hub: Hub, tmp_path: Path) -> None
     assert eval_prompts(run) == {prompt(thing, 50) for thing in THINGS[8:]}
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_sentiment_without_any_reward_model(hub: Hub, tmp_path: Path) -> None:
     def review(thing: str, number: int) -> dict[str, Any]:
         return {"text": f"I saw a {thing} film {number} times, and it was very good indeed.", "label": number % 2}
@@ -251,7 +246,7 @@ def test_sentiment_without_any_reward_model(hub: Hub, tmp_path: Path) -> None:
     assert {"reward"} == lines(run / "eval/samples.jsonl")[0]["scores"].keys()
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_functions_needs_neither_a_hub_nor_a_reward_model(tmp_path: Path) -> None:
     run = tmp_path / "run"
     manifests, _ = run_all("functions", run, {"sft": ["sft.max_steps=4"], "ppo": ["ppo.total_episodes=16"]})
@@ -261,7 +256,7 @@ def test_functions_needs_neither_a_hub_nor_a_reward_model(tmp_path: Path) -> Non
     assert {"reward", "gold"} == lines(run / "eval/samples.jsonl")[0]["scores"].keys()
 
 
-@pytest.mark.training
+@pytest.mark.full
 # The slow ones differ from these in their templates alone.
 @pytest.mark.parametrize(
     ("family", "variables", "prompts_hold"),

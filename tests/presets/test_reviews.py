@@ -92,12 +92,14 @@ def test_the_configs_load_and_name_this_data(run: Path) -> None:
     assert config.load("eval", run / "eval.yaml").eval.require  # the gate that docs/results/reviews.md promises
 
 
+@pytest.mark.full
 def test_the_judge_learns_from_its_own_part(run: Path) -> None:
     done = must_succeed(python(run / "judge.py"))
     assert done.stdout.splitlines() == ["judge     accuracy 1.000", "held-out  accuracy 1.000"]
 
 
-@pytest.mark.training
+@pytest.mark.full
+@pytest.mark.usefixtures("figures")
 def test_the_chain_runs_in_small_and_its_frontier_is_drawn(run: Path) -> None:
     for stage, sets in route_overrides(SMALL, STAGES).items():  # here, where all is imported
         must_succeed(rlhf(stage, "--config", run / f"{stage}.yaml", *sets))

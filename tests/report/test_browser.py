@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from browser import LOOKS, faults, opened, picture
 from ppo_folder import EVAL, PPO, ppo, rlhf, write
+from report_run import draws
 
 pytestmark = pytest.mark.browser
 
@@ -29,7 +30,9 @@ def address(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     write(run, "ppo", PPO)
     write(run, "eval", EVAL)
     assert ppo(run).exit_code == 0
-    assert rlhf("eval", "-c", run / "eval.yaml").exit_code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        draws(patch)
+        assert rlhf("eval", "-c", run / "eval.yaml").exit_code == 0
     return (run / "eval/report.html").as_uri()
 
 

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import report_worlds as worlds
-from report_run import draws_nothing
 
 from rlhf_cli import statistics
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.report.rules import RULES
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 RUNS, MOST = 1000, 0.065
 EFFECTS, LEAST = 40, 0.2  # runs with an effect, and the share that states it: some have only 32 prompts
 World = tuple[Callable[..., Iterator[str]], dict[str, Any]]
@@ -65,9 +64,8 @@ CLAIMS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def fast() -> Iterator[None]:
-    """Without drawings, and with fewer resamples than in a run, which makes claims more likely."""
+    """With fewer resamples than in a run, which makes claims more likely."""
     with pytest.MonkeyPatch.context() as patch:
-        draws_nothing(patch)
         patch.setattr(reward_model, "NUM_RESAMPLES", 100)
         patch.setattr(statistics, "RESAMPLES", 400)
         yield

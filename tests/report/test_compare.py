@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from report_run import begin, change, configs, metrics, report, write_run
 
 from rlhf_cli.jsonl import write_jsonl
@@ -53,6 +54,8 @@ def test_a_comparison_states_if_win_rates_differ(tmp_path: Path) -> None:
     assert sentences("a", "b") == [], "an outdated evaluation is ignored"
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("figures")
 def test_a_comparison_has_curves_and_settings(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name / "demo") for name in ("one", "two")]
     begin(folders[1] / "ppo", configs()["ppo"] | {"seed": 3, "ppo": {"kl_coef": 0.5, "response_length": 53}})

@@ -90,6 +90,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_headline_names_the_stage_to_fix_first(run: Path, fault: str) -> None:
     damage, headline = FAULTS[fault]

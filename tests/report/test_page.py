@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -65,6 +65,13 @@ class Reader(HTMLParser):
             self.scripts.append(data)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def drawn_figures() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        report_run.draws(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page of a run whose every text is an attack: prompts, answers, config, names, warnings, versions, tokens."""
@@ -97,6 +104,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page.of_run(read_run(folder))
 
 
+@pytest.mark.full
 def test_untrusted_text_is_inert(hostile: str, plain: str) -> None:
     ours, theirs = Reader(plain), Reader(hostile)
     assert theirs.tags["script"] == ours.tags["script"] == 1 and theirs.tags["style"] == ours.tags["style"] == 1
@@ -154,6 +162,7 @@ def test_alarms_and_healthy_ranges_are_drawn(plain: str) -> None:
     assert len(figures) == plain.count("<svg ") and all(figures), "every figure has a description"
 
 
+@pytest.mark.full
 def test_unhealthy_figures_come_first_and_first_alarms_are_marked(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "demo")
     log = metrics(policy__approxkl_avg=[0.5] * 20, policy__clipfrac_avg=[0.2] * 20, objective__repetition=[0.0] * 20)
@@ -229,6 +238,7 @@ def test_the_selected_policy_has_a_ring() -> None:
     assert "selected" not in ElementTree.tostring(root, "unicode")
 
 
+@pytest.mark.full
 def test_policies_beside_and_between_sft_and_ppo_are_on_the_frontier(tmp_path: Path) -> None:
     evaluation = with_policies()
     for has_snapshots in (True, False):
@@ -251,10 +261,9 @@ def test_policies_beside_and_between_sft_and_ppo_are_on_the_frontier(tmp_path: P
 
 def page_with_frontiers(run: Path) -> str:
     """The page without its other figures, which take seconds."""
-    drawn = charts.draw_svg
     with pytest.MonkeyPatch.context() as patch:
         report_run.draws_nothing(patch)
-        kinds = {True: drawn, False: charts.draw_svg}
+        kinds = {True: report_run.DRAW_SVG, False: charts.draw_svg}
         patch.setattr(charts, "draw_svg", lambda name, *rest: kinds[name.startswith("frontier")](name, *rest))
         return page.of_run(read_run(run))
 
@@ -269,6 +278,7 @@ def plotted(judge: str, evaluation: dict[str, Any]) -> dict[str, list[tuple[floa
     return {str(label): [*map(tuple, line.get_xydata().tolist())] for label, line in lines.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_snapshots", [True, False])
 @pytest.mark.parametrize("policies", [True, False])
 def test_the_panel_of_the_reward_has_the_scores_of_the_limit(
@@ -302,6 +312,7 @@ def test_bars_and_histograms_have_the_heights_of_their_counts() -> None:
     assert height(root, "PPO") / height(root, "SFT") == pytest.approx(4 / 3, abs=1e-3)
 
 
+@pytest.mark.full
 def test_ids_are_unique_and_figures_deterministic() -> None:
     curve = partial(charts.draw_curves, {name: [(1, 2.0), (2, 3.0)] for name in ("to -2", "to 2", "to_2")})
     ids = [each.get("id") for each in drawn(curve, name="b").iter("g") if "series" in each.get("id", "")]

@@ -78,6 +78,7 @@ def test_a_printed_name_is_one_word_of_a_shell(name: str) -> None:
     assert echoed == name.encode("utf-8", "surrogateescape")
 
 
+@pytest.mark.full
 def test_every_command_that_is_printed_has_its_names_quoted() -> None:
     lines = [(path, line) for path in SOURCE.rglob("*.py") for line in path.read_text(encoding="utf-8").splitlines()]
     commands = re.compile(

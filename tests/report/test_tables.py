@@ -20,7 +20,6 @@ from report_run import (
     begin,
     change,
     configs,
-    draws_nothing,
     finish,
     metrics,
     report,
@@ -39,12 +38,6 @@ from rlhf_cli.report.show import brief, write_beside
 from rlhf_cli.runs.read import at_step, read_run
 
 STAGES = ("sft", "reward", "ppo", "eval")
-
-
-@pytest.fixture(autouse=True)
-def _no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("training") is None:
-        draws_nothing(monkeypatch)
 
 
 @pytest.fixture
@@ -193,6 +186,7 @@ def test_a_run_in_progress(run: Path) -> None:
     assert "sft incomplete not finished" in text and "No results yet." in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -242,6 +236,7 @@ def snapshot(run: Path) -> Path:
     return write_report(run, evaluation)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", ["10", "selected"])
 def test_a_snapshot_has_its_own_page(snapshot: Path, step: str) -> None:
     result = rlhf("report", snapshot, "--step", step)
@@ -344,7 +339,7 @@ def test_equal_files_give_equal_pages(run: Path, tmp_path: Path) -> None:
 # At the end of an evaluation
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_an_evaluation_writes_its_page_outside_its_manifest(run_folder: Path) -> None:
     assert ppo(run_folder).exit_code == 0
     command = ("eval", "-c", run_folder / "eval.yaml", "-s", "eval.best_of=[]")

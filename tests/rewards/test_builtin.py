@@ -104,6 +104,7 @@ def test_check_and_the_stage_report_the_errors_of_all_sources_together(run_folde
     assert "rewards.b" not in result.stderr.partition("error[C07]")[0]
 
 
+@pytest.mark.full
 def test_builtins_through_the_stage_each_named_weighted_clipped_and_logged(run_folder: Path) -> None:
     sources = {
         "brief": {"builtin": "length", "parameters": {"most": 1, "unit": "characters"}, "clip": 2.0},

@@ -39,6 +39,7 @@ def logits(folder: Path, text: str) -> list[float]:
         return model(torch.tensor([ids])).logits[0].tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("keys", "number"),
     [
@@ -75,6 +76,7 @@ def test_a_response_beyond_the_context_is_truncated(classified: Path, monkeypatc
     )
 
 
+@pytest.mark.full
 def test_roberta_has_fewer_positions_than_its_config_says(classified: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(classified / "sentiment")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -112,6 +114,7 @@ def test_check_detects_corrupt_weights_by_their_header(classified: Path) -> None
         fails(result, "M01", "ppo.yaml")
 
 
+@pytest.mark.full
 def test_plan_and_verify_work_with_a_pipeline_and_another_makes_the_run_stale(classified: Path) -> None:
     with_pipeline(classified)
     assert rlhf("plan", classified / "ppo.yaml").exit_code == 0

@@ -342,6 +342,8 @@ def test_c17_c16_a_wrong_endpoint_is_rejected_before_the_run(run_folder: Path, m
     assert "abc" not in result.output
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("waits")
 def test_the_run_resumes_once_the_endpoint_is_back(
     run_folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,27 +351,23 @@ def test_the_run_resumes_once_the_endpoint_is_back(
 
     Secrets of the URL and of headers come from the environment, may change on the way, and are written nowhere.
     """
-    far = {"url": f"{server.address}/hooks/{{HOOK}}?code={{FUNCTION_CODE}}", "retries": 0}
+    far = {"url": f"{server.address}/hooks/{{HOOK}}?code={{FUNCTION_CODE}}", "headers": {"X-Me": "FAR"}}
     tracked = {**PPO, "output": {**PPO["output"], "report_to": ["tensorboard"]}}
     write(run_folder, "ppo", {**tracked, "rewards": {"far": far}})
     fails(rlhf("check", run_folder / "ppo.yaml"), "C17", "url: the environment variable HOOK is not set", "export HOOK")
     secrets = {"FAR": "secret value", "HOOK": "T0AB12/B9/Zx3Yw8Vu5Ts2", "FUNCTION_CODE": "a+planted=code"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
-    patient = {**far, "timeout": 30.0, "retries": 1, "headers": {"X-Me": "FAR"}}  # on a busy machine, too
-    write(run_folder, "ppo", {**tracked, "rewards": {"far": patient}})
     outputs = [must_succeed(ppo(run_folder)).output]
     expected = weights(run_folder)
     assert server.paths == {"/score/hooks/T0AB12%2FB9%2FZx3Yw8Vu5Ts2?code=a%2Bplanted%3Dcode"}
     calls = len(server.requests)
     server.plan = [good] * (calls // 2) + [says(503, "gone: T0AB12/B9/Zx3Yw8Vu5Ts2 a%2Bplanted%3Dcode")]
-    write(run_folder, "ppo", {**tracked, "rewards": {"far": far}})
     failed = ppo(run_folder, "--fresh")
     fails(failed, "R05", f"error[R05]: reward `far`: {far['url']} answered 503", exit_code=1)
     assert steps(run_folder / "ppo/state") and not (run_folder / "ppo/manifest.json").exists()
     assert all(row["objective/score/far"] > 0 for row in lines(run_folder / "ppo/metrics.jsonl"))
     server.plan = [good]
-    write(run_folder, "ppo", {**tracked, "rewards": {"far": patient}})
     monkeypatch.setenv("HOOK", "T0AB12/B9/another8Vu5Ts2")
     outputs += [failed.output, must_succeed(ppo(run_folder), "resumes at step").output]
     assert weights(run_folder) == expected

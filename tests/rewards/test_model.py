@@ -49,6 +49,7 @@ def by_transformers(folder: Path, prompt: str, row: dict, stop: str) -> float:
         return float(model(torch.tensor([ids])).logits[0, 0])
 
 
+@pytest.mark.full
 def test_ppo_passes_text_to_a_model_of_another_tokenizer(run_folder):
     foreign(run_folder)
     with_foreign(run_folder)
@@ -62,6 +63,7 @@ def test_ppo_passes_text_to_a_model_of_another_tokenizer(run_folder):
     assert disagreements(compare_run(run_folder, 3)) == {}
 
 
+@pytest.mark.full
 def test_a_judge_of_another_tokenizer_scores_the_text(run_folder):
     foreign(run_folder)
     assert ppo(run_folder).exit_code == 0
@@ -109,6 +111,7 @@ def scored_conversations(run_folder, family):
         yield row, asked, prompt
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2", "gemma"])
 def test_conversations_are_rendered_by_its_own_template(run_folder, family):
     for row, _, prompt in scored_conversations(run_folder, family):
@@ -116,6 +119,7 @@ def test_conversations_are_rendered_by_its_own_template(run_folder, family):
         assert row["scores"]["other"] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.full
 def test_its_template_writes_the_whole_conversation(run_folder):
     """Qwen3's template writes an empty thought before an answer, and its generation prompt does not."""
     for row, asked, prompt in scored_conversations(run_folder, "qwen3"):

@@ -16,7 +16,7 @@ from rlhf_cli import data, jsonl
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 GOOD = ["bright", "warm", "kind", "clear", "gentle", "fresh"]
 BAD = ["dull", "cold", "rude", "vague", "harsh", "stale"]

@@ -62,6 +62,7 @@ def scores(name: str, rows: list[tuple[str, Any]], **parameters: Any) -> list[fl
     return score_texts("check", build(name, **parameters), texts, every_row=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "parameters", "rows"),
     [
@@ -178,6 +179,7 @@ def test_d02_a_column_that_the_rows_lack_or_that_rlhf_reads(column: str, says: s
     assert says in str(caught.value)
 
 
+@pytest.mark.full
 def test_r05_a_pattern_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "MAX_PATTERN_SECONDS", 0.2)
     slow = "(a+)+b"
@@ -220,6 +222,7 @@ EACH_ONCE = [name for name in KINDS if name not in hostile_code.LASTING]
 THOUSAND = random.Random(0).choices(KINDS, k=1000)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names", [EACH_ONCE, pytest.param(THOUSAND, marks=pytest.mark.slow)], ids=["each once", "1000"]
 )
@@ -262,8 +265,10 @@ def processes_of(run: int) -> list[psutil.Process]:
     ]
 
 
-def test_code_that_never_ends_is_stopped_by_its_cpu_time_or_the_clock() -> None:
-    for code, at_least, at_most in (("while True: pass", 0.8, 9), ("import time\ntime.sleep(999)", 7, 20)):
+@pytest.mark.full
+def test_code_that_never_ends_is_stopped_by_its_cpu_time_or_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "WAIT_SECONDS", 1.0)
+    for code, at_least, at_most in (("while True: pass", 0.8, 9), ("import time\ntime.sleep(999)", 3, 20)):
         before = time.perf_counter()
         assert sandbox.passed_tests(code, [""], seconds=1.0, megabytes=128) == [False]
         assert at_least < time.perf_counter() - before < at_most
@@ -326,6 +331,7 @@ for path in {str(tmp_path / "secret")!r}, "/etc/passwd", f"/proc/{{os.getppid()}
     assert scores("unit_tests", [(code, ["assert seen == []", "assert json.loads('[]') == []"])]) == [1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("test", ["{0}", pytest.param("assert f({0}) == {0}", marks=pytest.mark.slow)])
 def test_60000_tests_of_a_right_answer(test: str) -> None:
     assert scores("unit_tests", [("def f(x): return x", [test.format(index) for index in range(60_000)])]) == [1]
@@ -372,6 +378,7 @@ def test_values_have_one_fingerprint_if_they_are_equal() -> None:
 CHECK = "def check(g):\n    {}assert g(1) == 1\n    assert g(2) == 2\n"
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("test", "taken_out"),

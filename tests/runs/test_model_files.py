@@ -100,6 +100,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_m15_check_and_stage_refuse_the_folder(folder: Path, case: str) -> None:
     change, says = CASES[case]
@@ -110,6 +111,7 @@ def test_m15_check_and_stage_refuse_the_folder(folder: Path, case: str) -> None:
     assert not (folder / "sft/model").exists()
 
 
+@pytest.mark.full
 def test_m15_whichever_key_names_the_folder(folder: Path) -> None:
     foreign_scorer(folder)
     bad = Path(shutil.copytree("scorer", "bad"))
@@ -146,6 +148,7 @@ def test_m15_whichever_key_names_the_folder(folder: Path) -> None:
     fails(check("eval.yaml"), "M15", f"bad holds {SHARD}")
 
 
+@pytest.mark.full
 def test_m15_the_base_of_an_adapter(adapters_copy: Path) -> None:
     manifest = json.loads((adapters_copy / "sft/manifest.json").read_text())
     base = adapters_copy / "sft" / manifest["parents"]["model.path"]["path"]
@@ -167,6 +170,7 @@ def test_weights_that_are_read_as_they_are_hashed(folder: Path) -> None:
     assert check("sft.yaml").exit_code == 0
 
 
+@pytest.mark.full
 def test_m10_a_file_that_was_added_to_a_finished_stage(sft_stage: Path, folder: Path) -> None:
     shutil.copytree(sft_stage, "sft")
     Path("sft/model/NOTES.md").write_text("Mine.")

@@ -121,6 +121,7 @@ def test_m14_in_ppo(name: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
     assert not (run_folder / "ppo/metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_m14_in_an_evaluation(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ppo_folder.as_stage(run_folder, "ppo", run_folder / "sft_model", ppo_folder.PPO)
     swapped_before_loading(monkeypatch, run_folder / "reward_model" / WEIGHTS)

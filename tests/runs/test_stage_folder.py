@@ -182,6 +182,7 @@ def test_the_manifest_records_all_origins(tmp_path: Path) -> None:
     assert manifest["files"]["model/model.safetensors"]["bytes"] == len(b"weights")
 
 
+@pytest.mark.full
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
     manifest, config = make_stage(tmp_path, "sft") / "manifest.json", FakeConfig(tmp_path)
     content = manifest.read_bytes()

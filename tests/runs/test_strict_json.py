@@ -9,7 +9,7 @@ import pytest
 import tiny
 from mutations import mutate
 from pydantic import ValidationError
-from report_run import CARD, change, draws_nothing, report, write_run
+from report_run import CARD, change, report, write_run
 
 from rlhf_cli import jsonl, runs
 from rlhf_cli.commands import status as status_table
@@ -46,17 +46,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [*SEEDS, 1, 2, 3])
-def test_a_report_is_written_whatever_a_file_contains(
-    seed: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draws_nothing(monkeypatch)
+def test_a_report_is_written_whatever_a_file_contains(seed: int, whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
     mutation = mutate(folder, random.Random(seed))
     assert "<html" in page.of_run(read_run(folder)), mutation
     assert status_table.stage_rows(read_run_and_next(folder)[0]), mutation
 
 
+@pytest.mark.full
 def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) -> None:
     jsonl.write_jsonl(tmp_path / "text.jsonl", [{"text": "hello there"}])
     model, tokenizer = tiny.causal(), tokenizers.train_tokenizer(tmp_path / "text.jsonl", 270)

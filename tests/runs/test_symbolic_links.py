@@ -79,7 +79,7 @@ def killed(stage: str) -> Path:
     return Path("run").absolute() / stage / "state"
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_strangers_checkpoints_behind_a_linked_state_stay(folder: Path, stage: str) -> None:
     """Through resume, prune and --fresh; the run ends as one without a link, and its own checkpoints are pruned."""
@@ -101,7 +101,7 @@ def test_strangers_checkpoints_behind_a_linked_state_stay(folder: Path, stage: s
     assert checkpoints(state) == {"checkpoint-6", "checkpoint-8"} and not state.is_symlink()
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_stage_with_nothing_but_a_linked_state_starts_over(folder: Path) -> None:
     """Its status is new, as after a user has deleted the rest: the logs of the first steps are gone."""
     state = killed("sft")
@@ -113,7 +113,7 @@ def test_a_stage_with_nothing_but_a_linked_state_starts_over(folder: Path) -> No
     assert checkpoints(scratch) == {"checkpoint-6", "checkpoint-8"}
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_name_that_a_stranger_has_stops_the_run_before_it_trains(folder: Path) -> None:
     scratch = move_to_scratch(killed("sft"))
     (scratch / "checkpoint-4" / OWNER).write_text("0123456789abcdef\n")
@@ -125,7 +125,7 @@ def test_a_name_that_a_stranger_has_stops_the_run_before_it_trains(folder: Path)
     assert not scratch.exists()
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_strangers_behind_links_of_a_ppo_run_stay(run_folder: Path) -> None:
     """Checkpoints and snapshots; also those of another run of rlhf, from which it must not resume."""
     ppo_folder.write(run_folder, "ppo", {**ppo_folder.PPO, "output": {"save_steps": 1, "snapshots": 2, "keep": 2}})
@@ -233,7 +233,7 @@ def is_one_error_of(result: Result, code: str, *texts: str) -> bool:
     return result.stderr.count("error[") == 1 and "R00" not in result.output
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "watchdog.jsonl"])
 def test_s03_a_log_that_leads_out_of_its_folder_is_not_changed(run_folder: Path, name: str) -> None:
     stop_in_update(run_folder, 2)
@@ -250,7 +250,7 @@ def test_s03_a_log_that_leads_out_of_its_folder_is_not_changed(run_folder: Path,
     must_succeed(ppo(run_folder), "resumes at step 2")
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_an_evaluation_replaces_links_and_not_what_they_lead_to(trained_folder: Path) -> None:
     ppo_folder.evaluate(trained_folder)
     (trained_folder / "eval/manifest.json").unlink()  # as if killed
@@ -308,6 +308,7 @@ def test_a_linked_old_folder_and_names_of_the_user_in_it(here: Path, name: str) 
 # `rlhf init`
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", [".", "..", "data", "nothing"])
 @pytest.mark.parametrize("name", [".tmp-init", ".tmp-init-placed"])
 def test_c15_init_deletes_nothing_through_a_link(here: Path, name: str, target: str) -> None:

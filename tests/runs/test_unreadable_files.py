@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_config import FakeConfig, make_stage
 from permissions import taken_away
-from report_run import draws_nothing, write_run
+from report_run import write_run
 from run_cli import rlhf
 
 from rlhf_cli import runs, terminal
@@ -44,6 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["manifest.json", "identity.json", ".", "model"])
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
 def test_e08_what_cannot_be_read_is_not_trained_again(stage: str, name: str, run: Path) -> None:
@@ -105,8 +106,7 @@ def test_an_unreadable_checkpoint_is_not_skipped(tmp_path: Path) -> None:
     assert runs.state_steps(folder) == [2, 4]
 
 
-def test_ls_status_and_report_mark_that_run_and_continue(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draws_nothing(monkeypatch)
+def test_ls_status_and_report_mark_that_run_and_continue(here: Path) -> None:
     for name in ("one", "two"):
         write_run(here / name)
     for taken in ("one/ppo", "one/ppo/manifest.json", "one/ppo/metrics.jsonl", "one/ppo/model"):
@@ -157,10 +157,10 @@ PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_ends_with_a_code(command: tuple[str, ...], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_ends_with_a_code(command: tuple[str, ...], run: Path) -> None:
     """Whatever may not be read, or may be listed and not searched: one line of error at most, and nothing is moved."""
-    draws_nothing(monkeypatch)
     before = contents(run)
     for place in PLACES:
         for mode in (0o000, 0o400) if (run / place).is_dir() else (0o000,):
@@ -210,13 +210,15 @@ ODD_FILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, sparse, lambda path: path.symlink_to("/dev/zero")])
+MAKERS = [os.mkfifo, sparse, lambda path: path.symlink_to("/dev/zero")]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_no_command_waits_for_a_pipe_or_reads_a_device(
-    command: tuple[str, ...], make: Any, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draws_nothing(monkeypatch)
-    for name in ODD_FILES:
+def test_no_command_waits_for_a_pipe_or_reads_a_device(command: tuple[str, ...], run: Path) -> None:
+    """Each file is of each kind for a third of the commands."""
+    for number, name in enumerate(ODD_FILES, start=COMMANDS.index(command)):
+        make = MAKERS[number % 3]
         if (command, name) == (("run", "RUN"), "eval/report.json"):
             continue  # as a damaged one, it is made again
         whole = Path(shutil.copytree(run, "whole"))
@@ -224,7 +226,7 @@ def test_no_command_waits_for_a_pipe_or_reads_a_device(
         make(run / name)
         with within(20):
             result = rlhf(*(word.replace("RUN", str(run)) for word in command))
-        context = (command, name, result.output)
+        context = (command, name, make, result.output)
         assert not isinstance(result.exception, AssertionError), context
         assert "R00" not in result.output and "Traceback" not in result.output, context
         assert (result.exit_code != 0) == any(line.startswith("error[") for line in result.stderr.splitlines()), context
@@ -234,8 +236,7 @@ def test_no_command_waits_for_a_pipe_or_reads_a_device(
         whole.rename(run)
 
 
-def test_ls_status_and_report_go_on_beside_a_run_with_odd_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draws_nothing(monkeypatch)
+def test_ls_status_and_report_go_on_beside_a_run_with_odd_files(here: Path) -> None:
     for name in ("one", "two"):
         write_run(here / name)
     (here / "one/ppo/manifest.json").unlink()
@@ -249,8 +250,7 @@ def test_ls_status_and_report_go_on_beside_a_run_with_odd_files(here: Path, monk
     assert "manifest.json cannot be read now: it is a named pipe, not a file" in shown.stdout
 
 
-def test_a_config_that_expands_without_end_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draws_nothing(monkeypatch)
+def test_a_config_that_expands_without_end_is_named(here: Path) -> None:
     folder = write_run(here / "one")
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]

@@ -54,6 +54,7 @@ class AutoModelForSequenceClassification(LlamaForSequenceClassification): config
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize(
     ("stage", "model", "place"),
@@ -82,7 +83,7 @@ def test_m08_code_in_a_models_folder_is_never_run(folder: Path, stage: str, mode
     assert not mark.exists() and not (folder / stage / "manifest.json").exists()
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_trust_remote_code_runs_the_code_and_is_recorded(folder: Path) -> None:
     mark = plant_code(folder / "model", "config.json")
     for stage in ("sft", "reward"):
@@ -105,7 +106,7 @@ def test_trust_remote_code_runs_the_code_and_is_recorded(folder: Path) -> None:
         load.load_reward_model("unused")
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_planted_module_in_the_working_directory_is_not_imported(folder: Path) -> None:
     """`rlhf run` starts child processes by `python -m`, which by default imports from the working directory."""
     for name in ("yaml", "torch", "pydantic"):
@@ -121,6 +122,7 @@ def test_a_planted_module_in_the_working_directory_is_not_imported(folder: Path)
 # 2. Pickles
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "name"),
     [
@@ -222,6 +224,7 @@ def test_urls_without_a_secret(url: str) -> None:
 # 4. YAML
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unit", ["\n", "a: |\n x\n", "# x\n", "x", "[", "hf_a ", '"\\x41', "%YAML 1.1\n", "a_", "1:"])
 def test_a_file_of_the_largest_size_takes_under_a_second(unit: str, here: Path) -> None:
     begin = time.process_time()
@@ -402,6 +405,7 @@ def test_neither_a_saved_model_nor_a_manifest_follows_a_link(folder: Path, tmp_p
 # 9. Chat templates
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "template",
     [

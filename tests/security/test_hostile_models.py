@@ -92,6 +92,7 @@ TOO_LARGE = "the chat template needs more than 1.0 GB for one conversation"
 TOO_DEEP = "the chat template calls itself without end, or is nested too deeply"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("template", "code", "says"),
     [
@@ -124,6 +125,7 @@ def test_a_chat_template_that_does_not_end_or_fails(
     assert result.exit_code == 2 and result.stderr.count("error[") == 1, result.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("bomb", "says"), [(LOOPS, TOO_LONG), ("{{ messages[0].content * 10**10 }}", TOO_LARGE)])
 def test_m01_a_chat_template_that_does_not_end_on_one_row(
     chat: Any, monkeypatch: pytest.MonkeyPatch, bomb: str, says: str
@@ -151,6 +153,7 @@ def test_a_cpu_time_limit_ends_the_work_and_is_removed() -> None:
     assert sum(range(3_000_000)) > 0  # takes more than 0.05 s
 
 
+@pytest.mark.full
 def test_a_limit_that_python_never_gets_to_raise_ends_the_process() -> None:
     program = (
         "from rlhf_cli.system import cpu_time_limit\n"
@@ -161,6 +164,7 @@ def test_a_limit_that_python_never_gets_to_raise_ends_the_process() -> None:
     assert python("-c", program).returncode == -signal.SIGVTALRM
 
 
+@pytest.mark.full
 def test_m01_a_tokenizer_whose_rule_never_matches(folder: Path) -> None:
     """The library panics, which is no Exception."""
     tokenizer = tokenizers.load_tokenizer(folder / "model")

@@ -18,7 +18,7 @@ from rlhf_cli import jsonl, runs
 from rlhf_cli.stages.common.trl_callback import TrainingCallback
 from tests.security.test_hostile_files import ACTIVE, HOSTILE
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize(

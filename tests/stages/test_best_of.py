@@ -1,6 +1,7 @@
 """`best_of` of sft.yaml: SFT on the reward model's best of n answers, through the real CLI on tiny models."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +12,7 @@ import torch
 from ppo_folder import EVAL, evaluate, fails, lines, manifest, must_succeed, rlhf, write
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl_stage import signal_at
+from typer.testing import Result
 
 from rlhf_cli import data
 from rlhf_cli.data.sampling import derive_seed
@@ -26,8 +28,16 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def sft(folder: Path, *sets: str) -> Any:
+def sft(folder: Path, *sets: str) -> Result:
     return rlhf("sft", "-c", folder / "sft.yaml", *(part for each in sets for part in ("-s", each)))
+
+
+@pytest.fixture(scope="module")
+def straight(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """The folder of a finished run, and the command's result. Read-only."""
+    folder = Path(shutil.copytree(origin, tmp_path_factory.mktemp("best-of") / "run"))
+    write(folder, "sft", CONFIG)
+    return folder, must_succeed(sft(folder))
 
 
 def test_the_best_is_the_first_of_the_highest_scores_and_an_end_counts() -> None:
@@ -38,11 +48,10 @@ def test_the_best_is_the_first_of_the_highest_scores_and_an_end_counts() -> None
     assert select_best(rewards, ended, 3, 0.25)[1].tolist() == [1, 1]
 
 
-@pytest.mark.training
-def test_it_trains_on_the_answers_that_transformers_scores_highest(run_folder: Path) -> None:
+@pytest.mark.full
+def test_it_trains_on_the_answers_that_transformers_scores_highest(straight: tuple[Path, Result]) -> None:
     """Answers are found again by sampling each draw alone, and scoring it without the package."""
-    write(run_folder, "sft", CONFIG)
-    result = must_succeed(sft(run_folder))
+    run_folder, result = straight
     answers, complete = lines(run_folder / "sft/best_of.jsonl"), manifest(run_folder, "sft")
     prompts = [row["prompt"] for name in ("prompts", "heldout") for row in lines(run_folder / f"{name}.jsonl")]
     assert [answer["prompt"] for answer in answers] == prompts
@@ -73,12 +82,11 @@ def test_it_trains_on_the_answers_that_transformers_scores_highest(run_folder: P
         assert found == pytest.approx((scores[best], fmean(scores)), abs=1e-4)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_run_that_ends_while_it_samples_or_trains_gives_the_same_bytes(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, straight: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(run_folder, "sft", CONFIG)
-    must_succeed(sft(run_folder, f"run={run_folder}/straight"))
     real, calls = HFEngine.generate, list[int]()
 
     def generate(engine: HFEngine, prompts: Prompts) -> Any:
@@ -95,10 +103,10 @@ def test_a_run_that_ends_while_it_samples_or_trains_gives_the_same_bytes(
     must_succeed(sft(run_folder), "resumes at step 3 of 6", "best of 5 answers to 20 prompts")
     assert not calls, "the answers are read, not sampled again"
     for name in ("best_of.jsonl", "model/model.safetensors"):
-        assert (run_folder / "sft" / name).read_bytes() == (run_folder / "straight/sft" / name).read_bytes()
+        assert (run_folder / "sft" / name).read_bytes() == (straight[0] / "sft" / name).read_bytes()
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.usefixtures("no_page")
 def test_an_evaluation_has_it_as_a_policy_with_a_higher_reward(trained_folder: Path) -> None:
     """On its own prompts, whose best answers it has learned by heart."""
@@ -141,7 +149,7 @@ def test_errors_are_one_line_with_their_code(run_folder: Path, changes: dict[str
     assert result.stderr.count("error[") == 1
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_reward_model_with_other_tokens_gets_the_text_encoded_again(run_folder: Path) -> None:
     write(run_folder, "sft", CONFIG)
     tokenizer = json.loads((run_folder / "reward_model/tokenizer.json").read_text())

@@ -19,7 +19,7 @@ from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.statistics import share_interval
 from tests.conftest import World
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 Pair = tuple[list[int], list[int], list[int]]  # tokens of prompt, chosen and rejected answer
 

@@ -14,7 +14,7 @@ import trl_stage
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from trl_stage import base_padded_with_eos, metrics_of, signal_at, train, trainer_of
+from trl_stage import base_padded_with_eos, manifest_of, metrics_of, signal_at, train, trainer_of
 
 from rlhf_cli import data, jsonl, runs
 from rlhf_cli.config.base import Options
@@ -28,7 +28,7 @@ from rlhf_cli.stages.common import scoring, training_rows
 from rlhf_cli.statistics import share_interval
 from tests.conftest import World
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 METRICS = {"loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens"}
 TRAIN_KEYS = METRICS | {"grad_norm", "lr", "epoch"}
@@ -38,6 +38,14 @@ EVAL_KEYS = {f"eval_{name}" for name in METRICS} | {"epoch"}
 def config_of(world: World, folder: Path, parent: Path, pairs: Path | None = None, **sections: Any) -> RewardConfig:
     sections["reward"] = {"max_steps": 6, "normalize_samples": 24, **sections.get("reward", {})}
     return trl_stage.config_of(world, "reward", folder, parent, pairs or world.pairs, **sections)
+
+
+@pytest.fixture(scope="module")
+def finished(world: World, sft_stage: Path, tmp_path_factory: pytest.TempPathFactory) -> RewardConfig:
+    """The config of a quick finished run. Read-only."""
+    config = config_of(world, tmp_path_factory.mktemp("finished"), sft_stage)
+    train(config)
+    return config
 
 
 def problem_of(config: RewardConfig) -> str:
@@ -94,10 +102,9 @@ def test_it_learns_the_preference_and_writes_a_plain_folder_and_every_metric(
 
 
 def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1(
-    world: World, tmp_path: Path, sft_stage: Path
+    world: World, finished: RewardConfig
 ) -> None:
-    config = config_of(world, tmp_path, sft_stage, reward={"max_steps": 20})
-    manifest = train(config)
+    config, manifest = finished, manifest_of(finished)
     scorer = load_reward_model(config.folder / "model").eval()
     assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
     tokenizer = tokenizers.load_tokenizer(config.folder / "model")
@@ -115,9 +122,14 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
 
 
 @pytest.mark.parametrize("normalize", ["sft", "none"])
-def test_probes_are_the_scores_that_ppo_finds(world: World, tmp_path: Path, sft_stage: Path, normalize: str) -> None:
-    config = config_of(world, tmp_path, sft_stage, reward={"normalize": normalize})
-    manifest = train(config)
+def test_probes_are_the_scores_that_ppo_finds(
+    world: World, tmp_path: Path, sft_stage: Path, finished: RewardConfig, normalize: str
+) -> None:
+    config = finished
+    if normalize == "none":
+        config = config_of(world, tmp_path, sft_stage, reward={"normalize": "none"})
+        train(config)
+    manifest = manifest_of(config)
     probes = manifest["probes"]
     rollout = Rollout.from_lists([p["prompt_ids"] for p in probes], [p["response_ids"] for p in probes])
     scorer = load_reward_model(config.folder / "model").eval()
@@ -232,10 +244,10 @@ def test_a_stopped_run_resumes_to_the_same_weights_and_metrics(world: World, tmp
     assert metrics_of(configs[0]) == metrics_of(configs[1])
 
 
-def test_c17_no_answers_can_be_sampled_from_a_reward_model(world: World, tmp_path: Path, sft_stage: Path) -> None:
-    first = config_of(world, tmp_path, sft_stage)
-    train(first)
-    folder = shutil.copytree(first.folder / "model", tmp_path / "scorer")
+def test_c17_no_answers_can_be_sampled_from_a_reward_model(
+    world: World, tmp_path: Path, finished: RewardConfig
+) -> None:
+    folder = shutil.copytree(finished.folder / "model", tmp_path / "scorer")
     problem = problem_of(config_of(world, tmp_path / "next", folder))
     assert "error[C17]" in problem and "reward.normalize: none" in problem
     rows = {"train": str(world.pairs)}

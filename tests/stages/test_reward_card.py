@@ -20,7 +20,7 @@ from rlhf_cli.runs.report import HEADLINE
 from rlhf_cli.stages import reward as reward_stage
 from tests.conftest import THINGS, WORDS, World
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 
 def answer(draw: random.Random, thing: str, moods: list[str], length: int) -> str:

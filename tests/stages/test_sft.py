@@ -34,7 +34,7 @@ from rlhf_cli.stages import sft
 from rlhf_cli.stages.common.cpu_loss import use_own_lm_head
 from tests.conftest import SIZES, World
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 TRAIN_KEYS = {"loss", "mean_token_accuracy", "entropy", "num_tokens", "grad_norm", "lr", "epoch"}
 EVAL_KEYS = {"eval_loss", "eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens", "epoch"}

@@ -79,7 +79,7 @@ def sent_values(line: Mapping[str, Any]) -> dict[str, Any]:
 # Contents
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize("stage", TRAINED)
 def test_every_line_of_the_log_is_sent_with_its_step(chain: Path, stage: str) -> None:
     logged, merged, times = lines(chain / stage / "metrics.jsonl"), {}, {}
@@ -100,7 +100,7 @@ def test_every_line_of_the_log_is_sent_with_its_step(chain: Path, stage: str) ->
     assert numbers == [(line["step"], sent_values(line)) for line in logged]
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_samples_are_tables(chain: Path) -> None:
     samples = [row for row in lines(chain / "ppo/samples.jsonl") if row["step"] == 4]
     texts = [row["response"] for row in samples]
@@ -124,7 +124,7 @@ def test_samples_are_tables(chain: Path) -> None:
     assert [row["response"] for row in tables[4]["_value"]] == texts
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_histograms_have_the_means_that_are_logged(chain: Path) -> None:
     logged = {line["step"]: line for line in lines(chain / "ppo/metrics.jsonl")}
     read = events(chain / "ppo")
@@ -144,7 +144,7 @@ def test_histograms_have_the_means_that_are_logged(chain: Path) -> None:
     assert len(found) == 4 and sum(found[0]["rollout/advantages"]["values"]) == advantages.num
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_an_evaluation_sends_the_numbers_of_the_report(chain: Path) -> None:
     report = json.loads((chain / "eval/report.json").read_text())
     won, reward = report["win_rate"]["ppo_vs_sft"]["short"], report["models"]["ppo"]["reward_mean"]
@@ -171,7 +171,7 @@ def test_an_evaluation_sends_the_numbers_of_the_report(chain: Path) -> None:
     assert list(zip(of["model"], of["response"], strict=True)) == [(row["model"], row["response"]) for row in kept]
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_the_config_is_sent_under_names_and_projects(chain: Path) -> None:
     names = {"sft": "demo-sft", "reward": "demo-reward", "ppo": "mine", "eval": "demo-eval"}
     for stage, name in names.items():
@@ -193,7 +193,7 @@ def test_the_config_is_sent_under_names_and_projects(chain: Path) -> None:
 # Effect on a run
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_trackers_change_no_byte_of_a_run(chain: Path, tmp_path: Path) -> None:
     for name in ("sft", "reward"):
         shutil.copytree(chain / name, tmp_path / name, symlinks=True)
@@ -225,7 +225,7 @@ app()
 """
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_a_killed_run_resumes_as_the_same_run_and_sends_nothing_twice(run_folder: Path) -> None:
     write(run_folder, "ppo", {**PPO, "output": outputs(project="killed", run_name="one")})
     environment = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}  # of this process
@@ -256,7 +256,7 @@ def test_a_killed_run_resumes_as_the_same_run_and_sends_nothing_twice(run_folder
     assert all((run_folder / ".old/ppo-1" / name).is_dir() for name in ALL)
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_no_secret_is_sent(origin: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     shutil.copytree(origin, folder)

@@ -163,7 +163,7 @@ def test_r16_a_tracker_that_fails_is_closed(
 # Before a run
 
 
-@pytest.mark.training
+@pytest.mark.full
 def test_e06_a_library_that_is_missing(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     write(run_folder, "ppo", {**PPO, "output": {"report_to": ["tensorboard", "trackio"]}})
@@ -192,6 +192,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"wandb", "track
 """
 
 
+@pytest.mark.full
 def test_no_library_is_imported_unless_they_are_named(tmp_path: Path) -> None:
     (tmp_path / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\n")
     for override, imported in ((), []), (("output.report_to=[trackio]",), ["trackio"]):
@@ -229,6 +230,7 @@ def online(folder: Path, url: str, *steps: int, **variables: str) -> subprocess.
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)
 
 
+@pytest.mark.full
 def test_an_online_run_continues_from_what_the_server_has(tmp_path: Path) -> None:
     with stand_in() as server:
         for steps in ((1, 2, 3), (1, 2, 3, 4, 5)):
@@ -239,6 +241,7 @@ def test_an_online_run_continues_from_what_the_server_has(tmp_path: Path) -> Non
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"ab" * 20 in path.read_bytes()]
 
 
+@pytest.mark.full
 def test_the_project_unless_it_is_named(tmp_path: Path) -> None:
     with stand_in() as server:
         _, err = online(tmp_path, server.url, 1, WANDB_API_KEY="ab" * 20, WANDB_PROJECT="mine").communicate("\n")
@@ -248,6 +251,7 @@ def test_the_project_unless_it_is_named(tmp_path: Path) -> None:
     assert tracker.place == "run x of project rlhf (trackio show --project rlhf)"
 
 
+@pytest.mark.full
 def test_r16_a_server_that_goes_away_and_wandb_without_a_key(tmp_path: Path) -> None:
     with stand_in() as server:
         child = online(tmp_path, server.url, 1, 2, WANDB_API_KEY="ab" * 20)

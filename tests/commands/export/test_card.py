@@ -288,6 +288,7 @@ def write_rows(run: Path, stage: str, prompt: Any) -> None:
     begin(run / stage, {"stage": stage, "run": "..", "seed": 0, "data": rows, **settings})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", [*families.FAMILIES, "transcripts"])
 @pytest.mark.parametrize("stage", ["ppo", "reward"])
 def test_the_code_runs_and_reads_the_tokens_of_training(
@@ -340,6 +341,7 @@ def test_the_example_is_a_short_held_out_prompt(run: Path, tokenizer: Any) -> No
         held_out_prompt(run)
 
 
+@pytest.mark.full
 def test_the_example_has_the_format_of_training(run: Path, tokenizer: Any) -> None:
     def code(rows: Any, example: Any = None, with_template: bool = False) -> str:
         write_rows(run, "ppo", rows)

@@ -31,7 +31,7 @@ from rlhf_cli.models import lora, save, tokenizers
 from rlhf_cli.models.load import init_reward_model, load_causal_lm, load_unmerged
 from tests.conftest import World
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 LONG = ("-s", "ppo.total_episodes=40", "-s", "output.save_steps=2", "-s", "output.snapshots=2")
 LORA = ("-s", "models.adapters={kind: lora, r: 3}", "-s", "ppo.learning_rate=1e-2")

@@ -27,7 +27,7 @@ from typer.testing import Result
 
 from rlhf_cli import __version__
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 PUSH_BEST = ("-s", "ppo.push_to_hub_if_best=lab/policy")
 
 

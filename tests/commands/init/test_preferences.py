@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_run import draws_nothing
 from run_cli import must_succeed, rlhf
 from typer.testing import Result
 
@@ -49,7 +48,7 @@ FORMS = {
 @pytest.fixture(autouse=True)
 def _fixed_speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the measurement, which takes seconds on a busy machine, except where a run is trained."""
-    if not request.node.get_closest_marker("training"):
+    if request.node.originalname != "test_a_file_of_pairs_leads_to_a_finished_run":
         monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(training=20_000.0, generation=4_000.0))
 
 
@@ -73,6 +72,7 @@ def opening(prompt: Any) -> str:
     return text.removeprefix("\n\nHuman: ").removesuffix("\n\nAssistant:")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_becomes_parts_without_a_common_prompt(
     form: str, data: dict[str, Path], world: World, tmp_path: Path
@@ -98,6 +98,7 @@ def test_every_form_becomes_parts_without_a_common_prompt(
     assert form != "transcripts" or prompt.endswith("\n\nAssistant:")
 
 
+@pytest.mark.full
 def test_with_a_chat_template_prompts_are_conversations(data: dict[str, Path], world: World, tmp_path: Path) -> None:
     base = tmp_path / 'a: "chat" #1'  # a name that YAML must quote
     tokenizer = world.tokenizer()
@@ -114,6 +115,7 @@ def test_with_a_chat_template_prompts_are_conversations(data: dict[str, Path], w
     assert isinstance(rows(tmp_path / "plain", "prompts")[0]["prompt"], str)
 
 
+@pytest.mark.full
 def test_a_template_with_thoughts_and_dates_gets_neither(data: dict[str, Path], world: World, tmp_path: Path) -> None:
     base, tokenizer = tmp_path / "base", world.tokenizer()
     template = (
@@ -175,6 +177,7 @@ def test_other_column_names(world: World, tmp_path: Path) -> None:
         assert result.exit_code == 2 and all(text in result.stderr for text in texts), result.stderr
 
 
+@pytest.mark.full
 def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/ppo.yaml").write_text("mine")
@@ -229,11 +232,8 @@ def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["ppo.yaml"] and not new.exists()
 
 
-@pytest.mark.training
-def test_a_file_of_pairs_leads_to_a_finished_run(
-    data: dict[str, Path], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draws_nothing(monkeypatch)
+@pytest.mark.full
+def test_a_file_of_pairs_leads_to_a_finished_run(data: dict[str, Path], world: World, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert init(run, data["transcripts"], world.base).exit_code == 0
     written = {stage: (run / f"{stage}.yaml").read_text() for stage in ("sft", "reward", "ppo", "eval")}
@@ -333,6 +333,7 @@ def test_dropped_pairs_are_reported_before_anything_is_written(
 # Real data
 
 
+@pytest.mark.full
 @shared
 def test_configs_for_real_dialogues_are_true(tmp_path: Path) -> None:
     """The share that ends within response_length, and the rows: `rlhf check` finds none to drop."""

@@ -129,6 +129,7 @@ def steps_of_init(folder: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int | 
     return count
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("there", [False, True])
 def test_a_killed_init_can_be_repeated(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new folder is complete or absent, and the second command succeeds."""

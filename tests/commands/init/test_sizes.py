@@ -235,6 +235,7 @@ def save_config(base: Path) -> None:
     tiny.config("llama", vocab_size=400, max_position_embeddings=512, **sizes).save_pretrained(base)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("gib", "tried"), [(8.0, PLACEMENTS), (0.5, PLACEMENTS), (0.3, PLACEMENTS), (8.0, PLACEMENTS[5:6])]
 )
@@ -258,6 +259,7 @@ def test_the_plan_of_the_written_folder_fits(
     assert max(stage["memory_bytes"] for stage in planned["stages"].values()) <= (1 - MEMORY_MARGIN) * gib * 2**30
 
 
+@pytest.mark.full
 def test_a_base_without_a_chat_template_that_does_not_fit_is_an_error_with_the_reason(
     world: World, tmp_path: Path
 ) -> None:

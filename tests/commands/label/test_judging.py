@@ -16,7 +16,7 @@ from rlhf_cli import data
 from rlhf_cli.judges import endpoint
 from rlhf_cli.models import tokenizers
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture

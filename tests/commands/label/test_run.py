@@ -22,7 +22,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.runs import locks
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture

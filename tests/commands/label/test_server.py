@@ -223,6 +223,7 @@ def kill_and_go_on(folder: Path, kills: int) -> None:
     assert len(stored) <= len(acknowledged) + kills  # written, and killed before the answer
 
 
+@pytest.mark.full
 def test_a_server_killed_at_random_loses_and_doubles_no_label(tmp_path: Path) -> None:
     kill_and_go_on(tmp_path, 6)
 

@@ -36,6 +36,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("content", "start"),
     [

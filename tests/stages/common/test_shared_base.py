@@ -31,7 +31,7 @@ from rlhf_cli.stages.ppo.setup import PPOComponents, load_components
 from tests.conftest import World
 from tests.reference.comparison import compare_run, disagreements
 
-pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
 LORA = ("-s", "models.adapters={kind: lora, r: 3}", "-s", "ppo.learning_rate=1e-2")
 LONG = (*LORA, "-s", "ppo.total_episodes=40", "-s", "output.save_steps=2", "-s", "output.snapshots=2")
 FILES = ("model/adapter_model.safetensors", "value/adapter_model.safetensors")

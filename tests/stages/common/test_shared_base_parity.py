@@ -81,6 +81,7 @@ def relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox"])
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])

@@ -20,7 +20,7 @@ from rlhf_cli.models import tokenizers
 from rlhf_cli.report import frontier
 from rlhf_cli.runs.report import Report
 
-pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
 # The reward prefers more letters e without a limit; gold prefers a share of one half.
 JUDGES = """
 def hackable(prompts, responses):
@@ -201,6 +201,7 @@ def test_the_reason_for_a_missing_frontier(run: Path, missing: str) -> None:
     assert result.stdout.count(f"no frontier: {reason}") == 1 and not (run / "eval/frontier.svg").exists()
 
 
+@pytest.mark.usefixtures("figures")
 def test_the_figure_is_deterministic(run: Path, tmp_path: Path) -> None:
     report, _ = evaluate(run, "-s", "eval.select=short")
     drawn = (run / "eval/frontier.svg").read_bytes()

@@ -32,7 +32,7 @@ from rlhf_cli.stages.eval import evaluated_models, evaluation_inputs
 from rlhf_cli.stages.eval import run as stage
 from rlhf_cli.stages.eval.evaluated_models import EvaluatedModels
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 QUICK = {"n": 8, "best_of": [2], "frontier": False, "per_device_batch_size": 8}
 POLICIES = {"same": "same", "before": "sft_model", "half": "half"}
 
@@ -90,7 +90,7 @@ def test_policies_are_evaluated_beside_and_between_sft_and_ppo(trained_folder: P
         "sha256": parents["policies.same"]["sha256"],
     }
     page = (run / "eval/report.html").read_text()
-    assert "PPO over same by judge short: 0.500 [" in page and "; share 0.5: " in page and "between SFT and PPO" in page
+    assert "PPO over same by judge short: 0.500 [" in page and "; share 0.5: " in page
     assert "PPO over same by judge short: 0.500 [" in result.stdout and (run / "eval/frontier.svg").is_file()
     card = (exported(run, run / "measured") / "README.md").read_text()
     assert f"its KL from the SFT model is {between['kl']:.3f} " in card and "is unknown" not in card
@@ -235,7 +235,6 @@ def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatc
     for text in (text_of(page), " ".join(result.stdout.split())):
         assert "KL overhead" in text and "less 1 for an answer that does not end" in text and "PPO pays" in text
         assert "share 0.5" in text and "interpolated_" not in text
-    assert page.count('series-limit"') == 1, "in the panel of the reward only"
 
 
 def test_a_score_that_is_not_finite_is_named_and_no_report_is_written(trained_folder: Path) -> None:

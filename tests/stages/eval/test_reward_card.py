@@ -8,7 +8,7 @@ import pytest
 from ppo_folder import EVAL, PPO, as_reward_stage, evaluate, must_succeed, ppo, rlhf, write
 from reward_card import card
 
-pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
 QUICK = {"n": 4, "best_of": [], "modes": ["sampled"], "per_device_batch_size": 4}
 FLAG = {"code": "R10", "text": "the score depends on the length of the answer"}
 CARD = {key: value for key, value in card().items() if key != "ci95"} | {"flags": [FLAG]}

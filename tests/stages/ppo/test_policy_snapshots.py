@@ -25,7 +25,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages.ppo.policy_snapshots import NUM_CANDIDATES, Snapshots, evenly_spaced_steps
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 
 
 def metrics_of(folder: Path) -> list[dict]:

@@ -23,7 +23,7 @@ def test_prompts_and_updates_of_ppo_in_two_processes(tmp_path: Path) -> None:
     assert prompt_rows.describe_batches(config, [Prompt([1], "a", RowLocation(Path("p"), 1))] * 20, 2) == text
 
 
-@pytest.mark.training
+@pytest.mark.full
 @pytest.mark.parametrize(
     "row", [{"prompt": "tell me", "completion": " about the sea"}, {"text": "about the moon and the hill"}]
 )

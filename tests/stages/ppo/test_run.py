@@ -41,7 +41,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.eval.policy_evaluator import sequence_kl
 from tests.reference.comparison import compare_run, disagreements
 
-pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
 METRICS = """episode objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
     policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg loss/value_avg val/clipfrac_avg
     val/ratio val/ratio_var val/num_eos_tokens lr val/explained_variance objective/kl_coef objective/response_length

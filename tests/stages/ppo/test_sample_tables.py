@@ -18,7 +18,7 @@ from ppo_folder import (
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.stages.ppo import sample_tables
 
-pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
 
 
 def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(trained_folder):
