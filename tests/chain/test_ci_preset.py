@@ -212,7 +212,7 @@ def rounds(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.training
+@pytest.mark.full
 def test_a_round_is_judged_against_sft_and_the_policy_before(rounds: Path) -> None:
     report = json.loads((rounds / "straight/eval/report.json").read_text())
     assert {"ppo_vs_sft", "ppo_vs_previous", "previous_vs_sft"} == report["win_rate"].keys()
@@ -228,7 +228,7 @@ def test_a_round_is_judged_against_sft_and_the_policy_before(rounds: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.training
+@pytest.mark.full
 def test_a_round_that_was_killed_in_ppo_ends_in_the_same_bytes(rounds: Path) -> None:
     for stage in ("reward", "ppo"):
         straight, killed = (fingerprint(rounds / name / stage) for name in ("straight", "killed"))
@@ -238,7 +238,7 @@ def test_a_round_that_was_killed_in_ppo_ends_in_the_same_bytes(rounds: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.training
+@pytest.mark.full
 def test_a_round_of_another_policy_is_made_again(rounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("run", "straight"):
         shutil.copytree(rounds / name, tmp_path / name)

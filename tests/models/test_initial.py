@@ -22,7 +22,7 @@ from rlhf_cli.stages import reward
 from rlhf_cli.stages.ppo.setup import PPOComponents, load_components
 from tests.conftest import World
 
-pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
 LORA = "models.adapters={kind: lora, r: 3}"
 
 

@@ -25,7 +25,7 @@ from rlhf_cli.judges.answers import Answer, AnswerFile
 from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.stages.ppo.sft_answers import SFTAnswers
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.full
 # Two updates of eight responses, and eight of the finished policy, in both orders.
 CALLS = 2 * (16 + 8)
 
