@@ -170,7 +170,7 @@ class World:
         run = self.folder / arm
         if not run.exists():
             rlhf("init", "next", self.folder / before, run, "--labels", labels)
-        options = [f"ppo.ppo.total_episodes={updates * BATCH}", f"eval.eval.interpolate={SHARES}"]
+        options = [f"ppo.total_episodes={updates * BATCH}", f"eval.interpolate={SHARES}"]
         rlhf("run", run, *(text for option in options for text in ("-s", option)))
 
     def accuracy(self, arm: str) -> tuple[float, int]:
