@@ -42,7 +42,7 @@ SIZES = (250, 500, 1000)
 UNCERTAIN_SIZES = (250, 500)  # four times as many pairs are drawn, and there are 1576 prompts
 CHECKED = 500  # prompts whose own pairs measure the reward models
 UPDATES, BATCH = 20, 64
-KL = 5.0  # nats, at which policies are compared: between PPO's snapshots, in the rounds between SFT and the policy
+KL = 4.0  # nats, at which policies are compared: between PPO's snapshots, in the rounds between SFT and the policy
 SHARES = [0.4, 0.6, 0.8]  # of the way from SFT to the policy of a round
 COMPARISONS = [
     *((f"own-{size}", f"data-{size}") for size in SIZES),
@@ -170,7 +170,7 @@ class World:
         run = self.folder / arm
         if not run.exists():
             rlhf("init", "next", self.folder / before, run, "--labels", labels)
-        options = [f"ppo.ppo.total_episodes={updates * BATCH}", f"eval.eval.interpolate={SHARES}"]
+        options = [f"ppo.total_episodes={updates * BATCH}", f"eval.interpolate={SHARES}"]
         rlhf("run", run, *(text for option in options for text in ("-s", option)))
 
     def accuracy(self, arm: str) -> tuple[float, int]:
@@ -243,13 +243,13 @@ def rlhf(*arguments: Any) -> None:
 def write_tables(results: Mapping[int, Mapping[str, Row]]) -> str:
     """Return the table of the arms and that of their differences, over the seeds."""
     arms = list(next(iter(results.values())))
-    lines = ["| arm | pairs | accuracy | gold at 5 nats | last KL | last gold |", "|---|---|---|---|---|---|"]
+    lines = ["| arm | pairs | accuracy | gold at 4 nats | last KL | last gold |", "|---|---|---|---|---|---|"]
     for arm in arms:
         rows = [result[arm] for result in results.values()]
         pairs = round(fmean(row["pairs"] for row in rows))
         cells = [spread([row[key] for row in rows]) for key in ("accuracy", "gold_at_kl", "kl", "gold")]
         lines.append(f"| {arm} | {pairs} | {' | '.join(cells)} |")
-    lines += ["", "| difference | accuracy | gold at 5 nats |", "|---|---|---|"]
+    lines += ["", "| difference | accuracy | gold at 4 nats |", "|---|---|---|"]
     for better, worse in COMPARISONS:
         if better in arms and worse in arms:
             differences = [
