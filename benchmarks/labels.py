@@ -243,13 +243,13 @@ def rlhf(*arguments: Any) -> None:
 def write_tables(results: Mapping[int, Mapping[str, Row]]) -> str:
     """Return the table of the arms and that of their differences, over the seeds."""
     arms = list(next(iter(results.values())))
-    lines = ["| arm | pairs | accuracy | gold at 4 nats | last KL | last gold |", "|---|---|---|---|---|---|"]
+    lines = [f"| arm | pairs | accuracy | gold at {KL:g} nats | last KL | last gold |", "|---|---|---|---|---|---|"]
     for arm in arms:
         rows = [result[arm] for result in results.values()]
         pairs = round(fmean(row["pairs"] for row in rows))
         cells = [spread([row[key] for row in rows]) for key in ("accuracy", "gold_at_kl", "kl", "gold")]
         lines.append(f"| {arm} | {pairs} | {' | '.join(cells)} |")
-    lines += ["", "| difference | accuracy | gold at 4 nats |", "|---|---|---|"]
+    lines += ["", f"| difference | accuracy | gold at {KL:g} nats |", "|---|---|---|"]
     for better, worse in COMPARISONS:
         if better in arms and worse in arms:
             differences = [
