@@ -259,8 +259,13 @@ def _data_of_round(section: dict[str, Any]) -> dict[str, Any]:
 def _copy_code(config: Config, scratch: Path) -> None:
     """Copy the Python files beside the run's configs, where reward functions and judges are imported from."""
     home = config.file.parent
-    named = [file for file in config.code().values() if file.is_relative_to(home)]
-    for file in {*named, *home.glob("*.py")}:
+    files = set(home.glob("*.py"))
+    for file in config.code().values():
+        if file.is_relative_to(home):
+            package = home / file.relative_to(home).parts[0]
+            files |= {file, *package.rglob("*.py")}
+
+    for file in files:
         target = scratch / file.relative_to(home)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)

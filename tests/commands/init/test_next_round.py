@@ -214,10 +214,13 @@ def test_the_round_takes_over_what_the_command_line_changed(run: Path) -> None:
     judges = {"short": "judges:short", "people": {"labels": "labels/compare"}}
     required = {"models.ppo.kl": "<= 20", "win_rate.ppo_vs_sft.people.value": ">= 0.5"}
     write(run, "eval", {**chat_run.EVAL, "judges": judges})
+    (run / "pkg").mkdir()
+    (run / "pkg/own.py").write_text("from pkg.words import short\n")
+    (run / "pkg/words.py").write_text((run / "judges.py").read_text())
     length = "{builtin: length, parameters: {most: 9}}"
     overrides = {
         "ppo": ["ppo.learning_rate=1e-4", f"rewards={{length: {length}}}", "data.prompts=one/held_out.jsonl"],
-        "eval": [f"eval.require={required}", "judges.gone=judges:short"],
+        "eval": [f"eval.require={required}", "judges.new=pkg.own:short"],
     }
     shutil.rmtree(run / "ppo")
     for stage, model in (("ppo", run / "sft_model"), ("eval", run / "sft_model")):
@@ -231,7 +234,7 @@ def test_the_round_takes_over_what_the_command_line_changed(run: Path) -> None:
     ppo, evaluation = (yaml.safe_load(Path(f"two/{stage}.yaml").read_text()) for stage in ("ppo", "eval"))
     assert ppo["ppo"] == {**SIZES, "learning_rate": 1e-4}
     assert ppo["rewards"].keys() == {"length"} and ppo["data"] == {"prompts": "../one/held_out.jsonl"}
-    assert evaluation["judges"] == {"short": "judges:short", "gone": "judges:short"}
+    assert evaluation["judges"] == {"short": "judges:short", "new": "pkg.own:short"}
     assert evaluation["eval"]["require"] == {"models.ppo.kl": "<= 20"}
     must_succeed(rlhf("check", "two"))
 
