@@ -38,6 +38,12 @@ from rlhf_cli.trees import Tree
 
 REQUIRED = ("reward", "ppo")
 STAGES = (*REQUIRED, "eval")
+# Section and key of a stage's config that name the run's own model, and the stage of that.
+PREVIOUS = {
+    "reward": ("model", "start", "reward"),
+    "ppo": ("models", "policy", "ppo"),
+    "eval": ("models", "previous", "ppo"),
+}
 PAIRS, EVAL_PAIRS = "data/pairs.jsonl", "data/pairs_eval.jsonl"
 FIRST_KEYS = ("seed", "model", "models", "data")  # of a written file
 # Options of data that the written pairs no longer need: they have the names and the form of rlhf.
@@ -171,16 +177,9 @@ def _training_rows(pairs: Mapping[str, list[Pair]]) -> list[dict[str, Any]]:
 def _write_config(config: Config, configs: Mapping[str, Config], scratch: Path, folder: Path) -> None:
     """Write a config of the run for the round."""
     tree = _moved_tree(config, configs, folder)
-    before = {stage: os.path.relpath(configs[stage].folder, folder) for stage in REQUIRED}
-    if config.stage == "reward":
-        first = {"path": tree["model"]["path"], "start": before["reward"]}
-        tree["model"] = {**first, **tree["model"], **first}
+    if isinstance(config, RewardConfig):
         tree["data"] = _data_of_round(tree["data"])
-    elif config.stage == "ppo":
-        first = {"sft": tree["models"]["sft"], "policy": before["ppo"]}
-        tree["models"] = {**first, **tree["models"], **first}
-    else:
-        tree["models"]["previous"] = before["ppo"]
+    if isinstance(config, EvalConfig):
         _drop_people(config, tree)
 
     file = scratch / f"{config.stage}.yaml"
@@ -190,9 +189,8 @@ def _write_config(config: Config, configs: Mapping[str, Config], scratch: Path, 
     file.write_text(json_schema.with_modeline(text, Path(file.name), schema), encoding="utf-8")
 
 
-def _drop_people(config: Config, tree: Tree) -> None:
+def _drop_people(config: EvalConfig, tree: Tree) -> None:
     """Remove the judges that are labels of the run's own answers, and what is required of them."""
-    assert isinstance(config, EvalConfig)
     for name in config.people_judges:
         del tree["judges"][name]
         required = tree.get("eval", {}).get("require", {})
@@ -202,8 +200,8 @@ def _drop_people(config: Config, tree: Tree) -> None:
         terminal.out(f"{config.file.name}: judges.{name} is omitted, and what is required of it: {text}")
 
 
-def _moved_tree(config: Config, configs: Mapping[str, Config], folder: Path) -> dict[str, Any]:
-    """Return the written keys of a config with paths relative to `folder`.
+def _moved_tree(config: Config, configs: Mapping[str, Config], folder: Path) -> Tree:
+    """Return the written keys of a config, and the one of PREVIOUS, with paths relative to `folder`.
 
     What names the run's own reward model or policy names the round's.
     """
@@ -213,9 +211,14 @@ def _moved_tree(config: Config, configs: Mapping[str, Config], folder: Path) -> 
     if changed:
         text = f"as the stage was run, not as {shown(config.file)} says: {', '.join(changed)}"
         terminal.out(f"{shown(folder / config.file.name)}: {text}")
+
     own = {str(configs[stage].folder): f"RUN/{stage}" for stage in REQUIRED}
     for value in list(path_values(type(config), tree)):
-        value.replace(own.get(value.text) or value.relative_to(folder))
+        value.replace(own.get(value.text, value.text))
+    section, key, stage = PREVIOUS[config.stage]
+    tree[section][key] = str(configs[stage].folder)
+    for value in list(path_values(type(config), tree)):
+        value.replace(value.relative_to(folder))
 
     for name in ("run", "stage"):
         tree.pop(name, None)

@@ -239,6 +239,13 @@ def test_the_round_takes_over_what_the_command_line_changed(run: Path) -> None:
     must_succeed(rlhf("check", "two"))
 
 
+def test_paths_below_the_new_folder_are_no_hub_ids(run: Path) -> None:
+    must_succeed(rlhf("init", "next", run, "."))
+    trees = {stage: yaml.safe_load(Path(f"{stage}.yaml").read_text()) for stage in ("reward", "ppo", "eval")}
+    assert trees["reward"]["model"] == {"path": "./one/sft", "start": "./one/reward"}
+    assert trees["ppo"]["models"]["policy"] == trees["eval"]["models"]["previous"] == "./one/ppo"
+
+
 def token_rows(folder: Path) -> list[tuple[list[int], list[int]]]:
     """Return the rows that the reward stage of a folder trains on."""
     config = load("reward", folder / "reward.yaml")
