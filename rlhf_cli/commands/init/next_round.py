@@ -92,8 +92,13 @@ def _load_configs(run: Path) -> dict[str, Config]:
     if missing:
         text = f"{shown(run)} has no {missing[0]}.yaml, and a round trains the reward model and the policy again"
         raise RLHFError("C11", text, hint="name the folder of a run with both, such as one of `rlhf init demo`")
-    files = {stage: run / f"{stage}.yaml" for stage in STAGES}
-    return {stage: _as_run(load(stage, file)) for stage, file in files.items() if file.is_file()}
+
+    configs = {}
+    for stage in STAGES:
+        file = run / f"{stage}.yaml"
+        if file.is_file():
+            configs[stage] = _as_run(load(stage, file))
+    return configs
 
 
 def _as_run(written: Config) -> Config:
@@ -167,8 +172,11 @@ def _training_rows(pairs: Mapping[str, list[Pair]]) -> list[dict[str, Any]]:
     """Return the old pairs, and the new ones behind them; margins, which labels do not have, are omitted."""
     if any(pair.margin is not None for pair in pairs[TRAIN]):
         terminal.say("init     the margins of the old pairs are omitted: the new ones have none")
-    joined = [pair for key, each in pairs.items() if key != EVAL for pair in each]
-    return [preference_row(replace(pair, margin=None)) for pair in joined]
+    rows = []
+    for key, each in pairs.items():
+        if key != EVAL:
+            rows += [preference_row(replace(pair, margin=None)) for pair in each]
+    return rows
 
 
 # Configs
