@@ -195,6 +195,7 @@ def test_c17_the_name_of_the_previous_policy_is_taken_once(run: Path) -> None:
     assert result.exit_code == 2 and "does not name a comparison of the report" in result.output
 
 
+@pytest.mark.full
 def test_labels_of_held_out_prompts_are_known_by_their_settings(run: Path) -> None:
     write_labels(run, "mine", label_rows(["what is held out?"]), compares=True)
     write_labels(run, "data.train", label_rows(["a name of a key?"]))
@@ -210,6 +211,7 @@ def test_labels_of_held_out_prompts_are_known_by_their_settings(run: Path) -> No
         )
 
 
+@pytest.mark.full
 def test_the_round_takes_over_what_the_command_line_changed(run: Path) -> None:
     judges = {"short": "judges:short", "people": {"labels": "labels/compare"}}
     required = {"models.ppo.kl": "<= 20", "win_rate.ppo_vs_sft.people.value": ">= 0.5"}
