@@ -14,11 +14,12 @@ from typing import Any, Literal, get_args
 from rlhf_cli import terminal
 from rlhf_cli.data.readers import RowIterator, RowLocation
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import appended_rows
+from rlhf_cli.files import appended_rows, read_json_object
 
 CANDIDATES = "candidates.jsonl"
 LABELS = "labels.jsonl"
 SETTINGS = "settings.json"  # what decides the candidates of a folder
+COMPARES = "compares"  # in SETTINGS: the labels compare models on held-out prompts
 Messages = list[dict[str, Any]]
 Choice = Literal["first", "second", "tie", "bad", "skip"]
 CHOICES: tuple[str, ...] = get_args(Choice)
@@ -65,6 +66,12 @@ class Label:
 def is_labels_folder(folder: Path) -> bool:
     """Return True if `rlhf label` wrote this folder."""
     return all(os.path.isfile(folder / name) for name in (CANDIDATES, LABELS))
+
+
+def are_of_held_out_prompts(folder: Path) -> bool:
+    """Return True if the labels compare models on the prompts of the evaluation: nothing may be trained on them."""
+    settings = read_json_object(folder / SETTINGS) or {}
+    return settings.get(COMPARES) is True
 
 
 def read_labels(path: Path) -> dict[tuple[str, str], tuple[int, Label]]:

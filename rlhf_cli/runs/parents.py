@@ -70,7 +70,8 @@ def open_parent(
 
         if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
             text = f"{key}: {shown(folder)} is inside a stage's folder"
-            raise RLHFError("M10", text, hint=f"set {key} to {shown(folder.parent)}")
+            is_wanted = folder.name == "model"  # a value model is no parent
+            raise RLHFError("M10", text, hint=f"set {key} to {shown(folder.parent)}" if is_wanted else usual)
         if folder.parent.name == SNAPSHOTS and read_adapter(folder):
             return _snapshot(folder, key, hashed=hashed)
 

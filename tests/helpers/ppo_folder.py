@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -105,10 +105,12 @@ def write(folder: Path, stage: str, config: dict) -> None:
     (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
 
 
-def as_stage(folder: Path, stage: str, model: Path, config: dict, **fields: object) -> None:
+def as_stage(
+    folder: Path, stage: str, model: Path, config: dict, *, overrides: Sequence[str] = (), **fields: object
+) -> None:
     """A model's folder as the finished folder of a stage with this config and these fields in its manifest."""
     write(folder, stage, config)
-    loaded = load(stage, folder / f"{stage}.yaml")
+    loaded = load(stage, folder / f"{stage}.yaml", overrides)
     identity = runs.compute_identity(loaded, {}, loaded.sources())
     runs.start_stage(loaded, identity, {}, fresh=False)
     shutil.copytree(model, folder / stage / "model")

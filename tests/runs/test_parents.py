@@ -44,6 +44,12 @@ def wrong_stage(run: Path) -> Path:
     return make_stage(run, "sft")
 
 
+def value_model(run: Path) -> Path:
+    folder = make_stage(run, "ppo") / "value"
+    write_model(folder)
+    return folder
+
+
 def similar_name(run: Path) -> Path:
     write_model(run / "my-reward")
     return run / "my_reward"
@@ -70,6 +76,7 @@ def change_weights(run: Path, change: Any) -> Path:
         (lambda run: change_weights(run, lambda path: path.write_bytes(b"weig")), "M10", ["model/model.safetensors"]),
         (lambda run: change_weights(run, Path.unlink), "M10", ["model/model.safetensors"]),
         (lambda run: make_stage(run, "reward") / "model", "M10", ["hint: set models.reward to RUN/reward"]),
+        (value_model, "M10", ["hint: set models.reward to the folder of a finished reward stage"]),
         (similar_name, "M01", ["did you mean RUN/my-reward?"]),
         (lambda run: write_at(run, "reward.yaml"), "M01", ["rlhf reward --config RUN/reward.yaml"]),
         (lambda run: write_at(run, "reward/notes.txt"), "M01", ["holds no model"]),

@@ -21,7 +21,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.datasets import Rows
-from rlhf_cli.data.labels import SETTINGS
+from rlhf_cli.data.labels import COMPARES, SETTINGS
 from rlhf_cli.data.sampling import prompt_batch
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.data.texts import prompt_key, render_transcript
@@ -251,7 +251,8 @@ def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions
     path = folder / SETTINGS
     recorded = read_json_object(path)
     if recorded is None:
-        write_json(path, settings)
+        purpose = {} if label_options.compare is None else {COMPARES: True}
+        write_json(path, settings | purpose)
         return
     for key, value in settings.items():
         if recorded.get(key) != value:

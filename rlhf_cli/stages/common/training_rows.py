@@ -4,11 +4,13 @@ It imports no TRL, which takes seconds: `rlhf check` and `plan` read the same ro
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.config.stages import TRLConfig, settings_of
+from rlhf_cli.data.labels import are_of_held_out_prompts
 from rlhf_cli.errors import RLHFError, collect_errors
 from rlhf_cli.models import load
 from rlhf_cli.models.batch import IGNORE_INDEX
@@ -45,9 +47,11 @@ def read_split(
     """Read data.train or data.eval, up to max_length unless packing splits long rows. With best_of they are prompts.
 
     Of more than `sample` rows only a sample is read. `model_config` None: unknown context. Warns D16. Raises RLHFError
-    C13, D01-D10, D12, D14, D16.
+    C13, C17, D01-D10, D12, D14, D16.
     """
     key = f"data.{split}"
+    if split == "train":
+        _refuse_held_out_labels(config)
     max_length: int | None = settings_of(config).max_length
     read: Any
     if isinstance(config, SFTConfig) and config.best_of:
@@ -62,6 +66,15 @@ def read_split(
 
     hint = _longer_rows_hint(config, model_config)
     return reading.read_rows(config, key, read, tokenizer, max_length=max_length, longer_hint=hint, sample=sample)
+
+
+def _refuse_held_out_labels(config: TRLConfig) -> None:
+    """Raise RLHFError C17 if data.train is labels of the prompts that the evaluation asks."""
+    source = config.sources()["data.train"]
+    if are_of_held_out_prompts(Path(source.name)):
+        text = f"data.train: {source.shown()} holds labels of the evaluation's prompts (rlhf label --compare)"
+        hint = "train on labels that were made without --compare; these can be a judge in eval.yaml"
+        raise RLHFError("C17", text, where=source.where, hint=hint)
 
 
 def _max_prompt_length(config: SFTConfig, model_config: Any) -> int:

@@ -13,6 +13,7 @@ from ppo_folder import PROMPTS, as_stage, fails, must_succeed, rlhf, write
 from rlhf_cli import jsonl, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
+from rlhf_cli.files import write_json
 from rlhf_cli.models.load import read_config
 from rlhf_cli.stages.common import model_loading, training_rows
 
@@ -39,9 +40,10 @@ def label_rows(prompts: list[Any], choice: str = "second") -> list[dict[str, Any
     ]
 
 
-def write_labels(run: Path, name: str, rows: list[dict[str, Any]]) -> None:
+def write_labels(run: Path, name: str, rows: list[dict[str, Any]], **settings: object) -> None:
     folder = run / "labels" / name
     folder.mkdir(parents=True)
+    write_json(folder / "settings.json", settings)
     jsonl.write_jsonl(folder / "labels.jsonl", rows)
     jsonl.write_jsonl(folder / "candidates.jsonl", [])
 
@@ -191,6 +193,59 @@ def test_c17_the_name_of_the_previous_policy_is_taken_once(run: Path) -> None:
     must_succeed(rlhf("check", "two", *required))
     result = rlhf("check", "two", *required, "-s", "models.previous=null")
     assert result.exit_code == 2 and "does not name a comparison of the report" in result.output
+
+
+@pytest.mark.full
+def test_labels_of_held_out_prompts_are_known_by_their_settings(run: Path) -> None:
+    write_labels(run, "mine", label_rows(["what is held out?"]), compares=True)
+    write_labels(run, "data.train", label_rows(["a name of a key?"]))
+    result = must_succeed(rlhf("init", "next", run, "two"))
+    assert "20 pairs of one, and new ones of its labels: data.train 1, people 2\n" in result.stdout
+    fails(rlhf("init", "next", run, "three", "--labels", "people,mine"), "C17", "--labels mine", "without --compare")
+
+    write(run, "reward", {"data": {"train": "labels/mine"}, "model": {"path": "sft"}, "run": "other"})
+    for command in ("check", "reward"):
+        result = rlhf(command, run / "reward.yaml")
+        assert result.exit_code == 2 and "[C17]: one/reward.yaml:2: data.train: one/labels/mine" in result.output, (
+            result.output
+        )
+
+
+@pytest.mark.full
+def test_the_round_takes_over_what_the_command_line_changed(run: Path) -> None:
+    judges = {"short": "judges:short", "people": {"labels": "labels/compare"}}
+    required = {"models.ppo.kl": "<= 20", "win_rate.ppo_vs_sft.people.value": ">= 0.5"}
+    write(run, "eval", {**chat_run.EVAL, "judges": judges})
+    (run / "pkg").mkdir()
+    (run / "pkg/own.py").write_text("from pkg.words import short\n")
+    (run / "pkg/words.py").write_text((run / "judges.py").read_text())
+    length = "{builtin: length, parameters: {most: 9}}"
+    overrides = {
+        "ppo": ["ppo.learning_rate=1e-4", f"rewards={{length: {length}}}", "data.prompts=one/held_out.jsonl"],
+        "eval": [f"eval.require={required}", "judges.new=pkg.own:short"],
+    }
+    shutil.rmtree(run / "ppo")
+    for stage, model in (("ppo", run / "sft_model"), ("eval", run / "sft_model")):
+        as_stage(run, stage, model, yaml.safe_load((run / f"{stage}.yaml").read_text()), overrides=overrides[stage])
+    terminal.reset()
+
+    result = must_succeed(rlhf("init", "next", run, "two"))
+    says = "two/ppo.yaml: as the stage was run, not as one/ppo.yaml says: "
+    assert f"{says}models.value, data.prompts, rewards.reward, rewards.length, ppo.learning_rate\n" in result.stdout
+    assert "eval.yaml: judges.people is omitted, and what is required of it: " in result.stdout
+    ppo, evaluation = (yaml.safe_load(Path(f"two/{stage}.yaml").read_text()) for stage in ("ppo", "eval"))
+    assert ppo["ppo"] == {**SIZES, "learning_rate": 1e-4}
+    assert ppo["rewards"].keys() == {"length"} and ppo["data"] == {"prompts": "../one/held_out.jsonl"}
+    assert evaluation["judges"] == {"short": "judges:short", "new": "pkg.own:short"}
+    assert evaluation["eval"]["require"] == {"models.ppo.kl": "<= 20"}
+    must_succeed(rlhf("check", "two"))
+
+
+def test_paths_below_the_new_folder_are_no_hub_ids(run: Path) -> None:
+    must_succeed(rlhf("init", "next", run, "."))
+    trees = {stage: yaml.safe_load(Path(f"{stage}.yaml").read_text()) for stage in ("reward", "ppo", "eval")}
+    assert trees["reward"]["model"] == {"path": "./one/sft", "start": "./one/reward"}
+    assert trees["ppo"]["models"]["policy"] == trees["eval"]["models"]["previous"] == "./one/ppo"
 
 
 def token_rows(folder: Path) -> list[tuple[list[int], list[int]]]:

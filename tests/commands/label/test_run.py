@@ -20,6 +20,7 @@ from rlhf_cli.commands.label import candidates
 from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions, read_inputs
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.files import write_json
 from rlhf_cli.runs import locks
 
 pytestmark = pytest.mark.full
@@ -204,6 +205,13 @@ def test_two_models_are_compared_on_held_out_prompts_without_their_names(run: Pa
     assert all(row["sources"] == ["sft", "ppo"] for row in rows) and len(rows) == 3
     shown, _, summary = result.stdout.partition("annotator")
     assert "ppo" not in shown and "ppo is preferred to sft" in summary
+
+    settings = json.loads((run / "labels/compare/settings.json").read_text())
+    assert settings.pop("compares") is True
+    write_json(run / "labels/compare/settings.json", settings)  # as older versions wrote it
+    must_succeed(label(run, "--compare", "sft,ppo", "--terminal"))
+    must_succeed(label(run, "--terminal", "--n", 1, typed="1\n"))
+    assert "compares" not in json.loads((run / "labels/people/settings.json").read_text())
 
 
 def test_a_reward_stage_trains_on_the_labels_as_they_stand(run: Path) -> None:
