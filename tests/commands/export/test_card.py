@@ -216,6 +216,8 @@ def test_judges_are_described_and_the_own_reward_model_is_no_proof(run: Path, to
     assert re.search(r"- `gold`: the Python function `[a-z_.]+:[a-z]+`: a higher", text)
     assert "- `reward`: the reward model that PPO was trained on" in text
     assert "## The reward model" in text and "Only its own reward model" not in text
+    configure(run, "eval", judges={"gold": {"labels": "../labels/compare"}})
+    assert "- `gold`: people, who compared other answers of the same models\n" in card(run, tokenizer)
     only = report()
     for each in (*only["models"].values(), *only["win_rate"].values()):
         each.pop("gold", None)
