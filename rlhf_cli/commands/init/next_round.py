@@ -19,6 +19,7 @@ from rlhf_cli.commands.init.pairs import as_conversation
 from rlhf_cli.commands.init.parts import preference_row
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.base import Config
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.machinery import yaml_io
 from rlhf_cli.config.machinery.fields import with_current_names
@@ -156,7 +157,13 @@ def _write_config(config: Config, configs: Mapping[str, Config], scratch: Path, 
         first = {"sft": tree["models"]["sft"], "policy": before["ppo"]}
         tree["models"] = {**first, **tree["models"], **first}
     else:
+        assert isinstance(config, EvalConfig)
         tree["models"]["previous"] = before["ppo"]
+        for name in config.people_judges:  # their labels are of the run's models
+            del tree["judges"][name]
+            for key in [key for key in config.eval.require if key.startswith(f"win_rate.ppo_vs_sft.{name}.")]:
+                del tree["eval"]["require"][key]
+            terminal.say(f"init     judges.{name} is omitted: it is labels of other models than the next round's")
 
     file = scratch / f"{config.stage}.yaml"
     header = HEADER.format(run=os.path.relpath(config.file.parent, folder), stage=config.stage)
