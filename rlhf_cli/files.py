@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from rlhf_cli.errors import RLHFError, shown, translate_read_errors
-from rlhf_cli.jsonl import numbered_rows, to_json
+from rlhf_cli.jsonl import BOM, numbered_rows, to_json
 from rlhf_cli.system import format_bytes
 
 MODEL_CARDS = ("README.md",)  # not part of a model
@@ -294,7 +294,7 @@ def _whole_rows(content: bytes) -> int:
     """Return the number of bytes before an unfinished last line."""
     last_line = content.rfind(b"\n") + 1
     try:
-        orjson.loads(content[last_line:])
+        orjson.loads(content[last_line:].removeprefix(BOM))
     except orjson.JSONDecodeError:
         return last_line
     return len(content)

@@ -257,7 +257,11 @@ class EvalConfig(Config):
             case ["win_rate", pair, *_]:
                 _require_known(pair, pairs, "comparison of the report", key=key)
         match parts:
-            case ["win_rate", _, judge, *last] | ["selected", "win_rate" | "judges", judge, *last]:
+            case (
+                ["win_rate", _, judge, *last]
+                | ["models", _, "judges", judge, *last]
+                | ["selected", "win_rate" | "judges", judge, *last]
+            ):
                 _require_known(judge, judges, "judge of this file", key=key)
                 if judge in self.comparing_judges and not key.startswith("win_rate.ppo_vs_sft."):
                     text = f"{REQUIRE}: {judge} compares sampled answers of PPO and SFT alone"

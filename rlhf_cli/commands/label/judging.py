@@ -175,10 +175,12 @@ def _judge_source(name: str, inputs: LabelInputs) -> RewardSourceSettings:
         raise RLHFError("C07", text, hint="name a function: --by module:function")
     config = evaluation(inputs.run)
     judges: dict[str, Any] = dict(config.judges)
+    for people in config.people_judges:
+        del judges[people]
     if config.models.reward is not None:
         judges.setdefault("reward", config.models.reward)
     if name not in judges:
-        hint = did_you_mean(name, judges) or "or name a function: --by module:function"
+        hint = did_you_mean(name, judges) or "name a function: --by module:function"
         raise RLHFError("C07", f"--by {name}: not one of {', '.join(judges)}", hint=hint)
 
     judge = judges[name]

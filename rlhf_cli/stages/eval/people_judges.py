@@ -45,8 +45,9 @@ def read_people(
     """
     judges = {}
     for name, folder in config.people_judges.items():
-        where = config.where(f"judges.{name}.labels")
-        labels = _read(Path(folder), parents, where)
+        key = f"judges.{name}.labels"
+        where = config.where(key)
+        labels = _read(Path(folder), parents, key, where)
         judges[name] = PeopleJudge(name, labels, _prompts_of(labels, held_out, where))
     return judges
 
@@ -56,9 +57,10 @@ def describe(judge: PeopleJudge) -> str:
     return f"{len(judge.labels)} labels of {len({label.prompt_name for label in judge.labels})} held-out prompts"
 
 
-def _read(folder: Path, parents: Mapping[str, Parent], where: str) -> list[Label]:
+def _read(folder: Path, parents: Mapping[str, Parent], key: str, where: str) -> list[Label]:
     if not is_labels_folder(folder):
-        raise RLHFError("C17", f"{shown(folder)} has no labels", where=where, hint=HINT)
+        text = f"{key}: {shown(folder)} is no folder that `rlhf label` wrote"
+        raise RLHFError("C17", text, where=where, hint=HINT)
     settings = read_json_object(folder / SETTINGS) or {}
     labelled = settings.get("policies")
     for name in COMPARED_STAGES:

@@ -225,6 +225,16 @@ def test_judges_are_described_and_the_own_reward_model_is_no_proof(run: Path, to
     assert "Only its own reward model judged its answers" in alone
 
 
+def test_a_judge_that_compared_answers_is_described(run: Path, tokenizer: Any) -> None:
+    results = report()
+    results["win_rate"]["ppo_vs_sft"] |= {"people": {"value": 0.5, "n": 8}, "llm": {"value": 0.5, "n": 32}}
+    change(run / "eval/report.json", **results)
+    configure(run, "eval", judges={"people": {"labels": "../labels/compare"}, "llm": {"openai": {"model": "m"}}})
+    text = card(run, tokenizer)
+    assert "- `people`: people, who compared other answers of the same models\n" in text
+    assert "- `llm`: `m`, a language model that compared the answers" in text
+
+
 def test_other_rewards_and_warnings_show_no_address_and_no_path(run: Path, tokenizer: Any) -> None:
     rewards = {
         "short": {"builtin": "length", "weight": 0.5},

@@ -67,7 +67,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jsonl.write_jsonl(folder / "held_out.jsonl", pairs(lambda text: f"so {text}"))
     finish(folder, {"train": "pairs.jsonl", "eval": "held_out.jsonl"})
     judges = {"short": "judges:short", "own": "RUN/reward"}
-    write(folder, "eval", {**chat_run.EVAL, "judges": judges, "output": {"run_name": "one"}})
+    people = {"people": {"labels": "labels/compare"}}
+    write(folder, "eval", {**chat_run.EVAL, "judges": judges | people, "output": {"run_name": "one"}})
     (folder / "judges.py").write_text("def short(prompts, responses):\n    return [-len(each) for each in responses]\n")
     write_labels(folder, "people", label_rows(["what is new?", "and what else?"]))
     write_labels(folder, "compare", label_rows(["what is a held-out prompt?"]))

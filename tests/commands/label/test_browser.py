@@ -18,6 +18,7 @@ from run_cli import ROOT, fails, must_succeed, rlhf
 from rlhf_cli.commands.label.server import NOT_ALLOWED
 from rlhf_cli.commands.label.session import Pair
 from rlhf_cli.commands.label.store import LabelStore
+from rlhf_cli.data.labels import MAX_SECONDS
 from tests.commands.label.test_server import served
 
 pytestmark = pytest.mark.browser
@@ -68,6 +69,11 @@ HTML = (
     '<ol start="3"><li>y</li></ol>'
     '<div class="table" tabindex="0"><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>2</td></tr></table></div>'
     '<pre tabindex="0"><code>a = 1</code></pre><hr><blockquote>said</blockquote>'
+)
+UNUSUAL = "- one\r\n- two\r\n\r\n```three```\n```\nfour\n``` five\n```\n# six\u2028seven"
+UNUSUAL_HTML = (
+    "<ul><li>one</li><li>two</li></ul><p>``<code>three</code>``</p>"
+    '<pre tabindex="0"><code>four\n``` five</code></pre><h3>six</h3><p>seven</p>'
 )
 LONG = "\n\n".join(f"Paragraph {number}. " + "The egg goes into the water when it boils. " * 6 for number in range(12))
 TURNS = [
@@ -190,6 +196,20 @@ def test_markdown_becomes_elements_and_html_stays_text(chromium: Any, tmp_path: 
         assert (
             "**boiling**" in page.locator(".answer .plain").all_inner_texts()[0] + page.locator("#second").inner_text()
         )
+
+
+def test_markdown_hides_no_word_of_an_answer(chromium: Any, tmp_path: Path) -> None:
+    with labelling(chromium, tmp_path) as (page, _):
+        box = page.evaluate_handle("document.createElement('div')")
+        page.evaluate("([box, text]) => blocks(box, text)", [box, UNUSUAL])
+        assert box.evaluate("box => box.innerHTML") == UNUSUAL_HTML
+
+
+def test_a_pair_that_was_open_for_days_is_saved(chromium: Any, tmp_path: Path) -> None:
+    with labelling(chromium, tmp_path) as (page, _):
+        page.evaluate("began -= 1e9")
+        press(page, "1", "Pair 2 of 3")
+    assert [label.seconds for label in LabelStore(tmp_path).labels] == [MAX_SECONDS]
 
 
 @contextmanager

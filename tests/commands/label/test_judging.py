@@ -8,7 +8,7 @@ import stand_in_judge
 import torch
 import yaml
 from label_run import label
-from ppo_folder import lines, must_succeed
+from ppo_folder import fails, lines, must_succeed
 from stand_in_judge import MODEL, stand_in
 from transformers import AutoModelForSequenceClassification
 
@@ -141,6 +141,13 @@ def test_a_judge_that_is_ended_continues_behind_its_last_label(run: Path) -> Non
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     must_succeed(label(run, "--by", "short", "--n", 8))
     assert [(row["pair"], row["choice"]) for row in lines(path)] == [(row["pair"], row["choice"]) for row in whole]
+
+
+def test_people_are_no_judge_that_labels(run: Path) -> None:
+    settings = yaml.safe_load((run / "eval.yaml").read_text())
+    settings["judges"]["people"] = {"labels": "labels/compare"}
+    (run / "eval.yaml").write_text(yaml.safe_dump(settings))
+    fails(label(run, "--by", "people"), "C07", "--by people: not one of short, reward")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from label_run import session
 from rlhf_cli.commands.label import store
 from rlhf_cli.commands.label.session import LabelSession
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.jsonl import BOM
 
 
 def choose_next(open_session: LabelSession, slot: str = "1") -> str:
@@ -45,6 +46,14 @@ def test_a_torn_last_line_is_removed_and_its_pair_shown_again(
     if missing > 1:  # else only the line break is missing, as an editor may leave it
         assert choose_next(second) == names[1]
     assert [name for name, _ in choices(tmp_path)] == names
+
+
+def test_a_file_that_an_editor_saved_with_a_byte_order_mark_keeps_its_label(tmp_path: Path) -> None:
+    name = choose_next(session(tmp_path))
+    path = tmp_path / "labels.jsonl"
+    path.write_bytes(BOM + path.read_bytes().removesuffix(b"\n"))
+    assert choices(tmp_path) == [(name, session(tmp_path).store.labels[0].choice)]
+    assert choose_next(session(tmp_path)) != name
 
 
 @pytest.mark.parametrize("line", ['{"undo": ["x"]}', '{"undo": "0:0-1", "annotator": {}}'])
