@@ -1,7 +1,4 @@
-"""Links in a run that lead elsewhere: what lies there is neither deleted nor changed, unless this run wrote it.
-
-Modules: `files.py`.
-"""
+"""Links in a run that lead elsewhere: what lies there is neither deleted nor changed, unless this run wrote it."""
 
 import errno
 import json
