@@ -1,8 +1,7 @@
 """`rlhf sft`: real training by TRL's SFTTrainer on a tiny model.
 
 Modules: `config/sft.py`, `stages/common/trainable_model.py`, `stages/common/training_rows.py`,
-`stages/common/trl_callback.py`, `stages/common/trl_trainer.py`, `stages/common/trl_training.py`,
-`stages/common/cpu_loss.py`.
+`stages/common/trl_callback.py`, `stages/common/trl_trainer.py`, `stages/common/trl_training.py`.
 """
 
 import json
@@ -21,7 +20,6 @@ import trl
 import trl_stage
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.trainer.utils import add_fused_lm_head
 from trl_stage import base_padded_with_eos, manifest_of, metrics_of, signal_at, train, trainer_of
 
 from rlhf_cli import data, jsonl, progress, runs
@@ -31,7 +29,6 @@ from rlhf_cli.models import forward
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.runs import stage_folder
 from rlhf_cli.stages import sft
-from rlhf_cli.stages.common.cpu_loss import use_own_lm_head
 from tests.conftest import SIZES, World
 
 pytestmark = pytest.mark.full
@@ -264,27 +261,6 @@ def test_packed_rows_do_not_attend_to_one_another(world: World, tmp_path: Path) 
             assert torch.allclose(trainer.model(ids, use_cache=False).logits[0], together[start:stop], atol=1e-4)
             assert labels[0, start + 1 : stop].tolist() == known[tuple(ids[0].tolist())][1:]
     assert train(config)["step"] == 2
-
-
-def test_the_models_own_head_gives_the_numbers_of_trls(world: World) -> None:
-    model = load_causal_lm(world.base)
-    ids = torch.randint(2, 300, (6, 20), generator=torch.Generator().manual_seed(0))
-    labels = torch.where(torch.arange(20) < torch.tensor([[4], [9], [2], [19], [20], [7]]), -100, ids)  # one has none
-    results = []
-    for attach in (
-        lambda: add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1")),
-        lambda: use_own_lm_head(model),
-    ):
-        model.__dict__.pop("forward", None)
-        attach()
-        model.zero_grad()
-        out = model(input_ids=ids, labels=labels, use_cache=False, fused_lm_head=True)
-        out.log_probs.sum().backward()
-        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        values = out.log_probs, out.entropy, out.mean_logits, out.is_top1.float(), out.label_mask.float()
-        results.append([*values, gradient])
-    assert all(torch.allclose(ours, theirs, atol=2e-5) for theirs, ours in zip(*results, strict=True))
-    assert torch.equal(model(input_ids=ids).logits, load_causal_lm(model.config.name_or_path)(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize(
