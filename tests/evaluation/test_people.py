@@ -1,7 +1,4 @@
-"""`rlhf eval` and `check` with labels of people as judge.
-
-Modules: `evaluation/people.py`.
-"""
+"""`rlhf eval` and `check` with labels of people as judge."""
 
 import json
 from pathlib import Path

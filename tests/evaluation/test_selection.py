@@ -1,6 +1,6 @@
 """`rlhf eval` over PPO's snapshots: the frontier, the selected policy, and the figure.
 
-Modules: `evaluation/responses.py`, `evaluation/selection.py`.
+Modules: `evaluation/responses.py`.
 """
 
 import json
