@@ -1,4 +1,4 @@
-"""`rlhf explain`: its output, and that the sources of all defaults exist and state the same values."""
+"""`rlhf explain`: its output, of one key and of all."""
 
 import pytest
 from cost import cost

@@ -1,4 +1,4 @@
-"""Data files: the same rows in every format, the files of each split of a folder, and every fault with its place."""
+"""Sources of data: at most max_rows are read, and all missing files are listed."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The demo's world: what the judge sees, that it reads what the generators write, and that held out means held out."""
+"""The demo's world: a seed is a world, replies are of mixed quality, and held out means held out."""
 
 import itertools
 import json

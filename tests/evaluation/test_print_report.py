@@ -1,4 +1,4 @@
-"""Terminal output of an evaluation, and `eval.require`.
+"""Terminal output of an evaluation.
 
 Modules: `config/eval.py`.
 """

@@ -1,4 +1,4 @@
-"""Judges that compare two answers: both orders, the file of answers, and the probe."""
+"""Judges that compare two answers, in both orders."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Scores, penalties and their running moments: exact values, by hand or by numpy."""
+"""Penalties of scores: exact values, by hand."""
 
 import pytest
 import tiny

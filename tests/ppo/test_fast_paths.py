@@ -1,6 +1,6 @@
 """Every fast path of PPO gives the numbers of the plain one, does less work, and can be switched off by its key.
 
-The keys: packing, logits_at_a_time, optim, models.compile, and an engine's `compact_batch`.
+The keys: logits_at_a_time, optim, and an engine's `compact_batch`; tests/models/ has packing and compiled layers.
 """
 
 import math

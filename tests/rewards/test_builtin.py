@@ -1,4 +1,4 @@
-"""Built-in rewards by hand, the parameters that they reject, and async functions."""
+"""Built-in rewards by hand, and the parameters that they reject."""
 
 from pathlib import Path
 from types import SimpleNamespace

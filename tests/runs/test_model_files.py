@@ -1,4 +1,4 @@
-"""M15: folders of which transformers would load other weights than those that are hashed, or quantized ones."""
+"""Names of the files that the hash of a model covers."""
 
 from rlhf_cli.runs.model_files import is_model_file
 

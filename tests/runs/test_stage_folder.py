@@ -1,4 +1,4 @@
-"""The output folder of a stage: its identity, its status, its lock and the manifest written last."""
+"""The output folder of a stage: its status, its old output and the manifest written last."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""How `rlhf init preferences` splits pairs, chooses token limits and sizes, and measures the speed of a model.
+"""How `rlhf init preferences` chooses sizes, and measures the speed of a model.
 
 Modules: `commands/init/pairs.py`.
 """
@@ -28,9 +28,6 @@ PROMPTS = [f"Tell me about the {one} and the {other}." for one in NAMES for othe
 
 def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
-
-
-# Token limits
 
 
 INPUTS = SizingInputs(

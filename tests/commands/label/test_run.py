@@ -1,4 +1,4 @@
-"""`rlhf label` with a tiny run: what is drawn, at the terminal, and training on it.
+"""`rlhf label` with a tiny run: options, files by hand and of other tools, and training on it.
 
 Modules: `cli/label.py`.
 """

@@ -1,4 +1,4 @@
-"""R01-R05 and the best policy, through the real `rlhf ppo` on tiny models."""
+"""The best policy, which a run ends with or keeps, through the real `rlhf ppo` on tiny models."""
 
 import json
 from contextlib import nullcontext

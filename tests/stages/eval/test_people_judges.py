@@ -1,4 +1,7 @@
-"""`rlhf eval` and `check` with labels of people as judge."""
+"""`rlhf eval` and `check` with labels of people as judge.
+
+Modules: `evaluation/people.py`.
+"""
 
 import json
 from pathlib import Path
