@@ -5,7 +5,7 @@ fsdp each of P processes (hybrid: P on a machine) keeps a P-th of weights, gradi
 gathered: a layer, embeddings and heads, in a rollout the policy.
 
 The shares and copies below make an estimate 0 to 15 % larger than the peaks that were recorded
-(tests/planning/test_memory_recorded.py).
+(tests/planning/test_estimate_recorded.py).
 """
 
 import math

@@ -1,12 +1,10 @@
 """The command line: help, streams, exit codes, and errors that fit a line.
 
-Modules: `cli/errors.py`, `cli/options.py`, `cli/stage.py`, `pipeline/preview.py`.
+Modules: `pipeline/preview.py`.
 """
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,32 +18,9 @@ from typer.main import get_command
 
 import rlhf_cli
 from rlhf_cli import config, runs
-from rlhf_cli.cli import app, stage
+from rlhf_cli.cli import app
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.machinery.aliases import COMMANDS
-from rlhf_cli.errors import RLHFError
-
-SFT = "model: {path: ./base}\ndata: {train: rows.jsonl}\nsft:\n  learning_rate: 1e-5\n"
-
-
-@pytest.fixture
-def folder(here: Path) -> Path:
-    """A run's folder with an SFT config, its data, a base model, and a PPO config."""
-    (here / "sft.yaml").write_text(SFT)
-    (here / "ppo.yaml").write_text("data: {prompts: rows.jsonl}\nppo: {total_episodes: 64}\n")
-    (here / "rows.jsonl").write_text("{}\n")
-    (here / "base").mkdir()
-    (here / "base/config.json").write_text("{}")
-    return here
-
-
-@pytest.fixture
-def stage_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[config.Config, Options]]:
-    """Stages that only record their arguments."""
-    calls: list[tuple[config.Config, Options]] = []
-    monkeypatch.setattr(stage, "_runner", lambda name: lambda *arguments: calls.append(arguments))
-    return calls
-
 
 # Help
 
@@ -88,28 +63,11 @@ def test_light_commands_import_no_torch(command: str, folder: Path) -> None:
     assert (result.stdout.splitlines()[-1], result.stderr) == ("False", "")
 
 
-@pytest.mark.full
-def test_imported_objects_are_frozen_for_the_garbage_collector() -> None:
-    script = (
-        "import gc; from rlhf_cli.cli.options import heavy_imports; runs = []\n"
-        "gc.callbacks.append(lambda phase, about: runs.append(phase)); runs.clear()\n"
-        "with heavy_imports():\n    import torch\n"
-        "assert runs == [] and gc.isenabled() and gc.get_freeze_count() > len(torch.__dict__)\n"
-    )
-    assert python("-c", script).stderr == ""
-
-
 def test_the_version_is_the_packages() -> None:
     assert rlhf("--version").stdout == f"rlhf {rlhf_cli.__version__}\n"
 
 
 # Usage
-
-
-@pytest.mark.parametrize("place", [".", "sft.yaml", "-c sft.yaml", "./sft.yaml -s sft.max_steps=1"])
-def test_a_stage_takes_its_run_or_its_file(folder: Path, place: str) -> None:
-    result = rlhf("sft", *place.split(), "seed=7", "--dry-run")
-    assert result.exit_code == 0 and "seed: 7" in result.stdout, result.output
 
 
 @pytest.mark.parametrize(
@@ -164,16 +122,6 @@ def test_no_command_shows_the_help_and_is_an_error_of_usage() -> None:
 
 
 # The arguments of a stage
-
-
-def test_overrides_and_options_reach_the_stage(folder: Path, stage_calls: list) -> None:
-    arguments = ["-c", "sft.yaml", "-s", "sft.learning_rate=2e-5", "seed=4", "--set", "sft.max_length=9", "--fresh"]
-    assert rlhf("sft", *arguments).exit_code == 0
-    ((sft, options),) = stage_calls
-    assert (sft.sft.learning_rate, sft.sft.max_length, sft.seed) == (2e-5, 9, 4)
-    assert options == Options(fresh=True)
-    rlhf("sft", "-c", "sft.yaml", "--trust-remote-code", "--debug")
-    assert stage_calls[1][1] == Options(trust_remote_code=True, debug=True)
 
 
 def test_run_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,70 +185,6 @@ def test_a_dry_run_prints_what_happens_to_the_output(folder: Path) -> None:
 
 
 # Failures
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def run(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(stage, "_runner", lambda name: run)
-
-
-def test_an_unexpected_failure_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, ZeroDivisionError("division\n by zero"))
-    result = rlhf("sft", "-c", "sft.yaml")
-    assert is_one_error(result, "R00", exit_code=1)
-    assert result.stderr.startswith("error[R00]: ZeroDivisionError: division by zero\nhint: ")
-
-
-@pytest.mark.parametrize(
-    ("error", "code"), [(ZeroDivisionError(), 1), (RLHFError("M10", "not ready"), 2), (RLHFError("R01", "nan"), 1)]
-)
-def test_debug_shows_the_traceback_and_keeps_the_exit_code(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
-) -> None:
-    failing(monkeypatch, error)
-    assert "Traceback" not in rlhf("sft", "-c", "sft.yaml").stderr
-    result = rlhf("sft", "-c", "sft.yaml", "--debug")
-    assert "Traceback" in result.stderr and result.exit_code == code
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_command_in_good_order(folder: Path, number: int, code: int) -> None:
-    script = """
-import signal, time
-from rlhf_cli import cli
-from rlhf_cli.cli import stage
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
-def wait(*_):
-    try:
-        print("up", flush=True)
-        time.sleep(60)
-    finally:
-        print("closed", flush=True)
-stage._runner = lambda name: wait
-cli.app(["sft", "-c", "sft.yaml"])
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", script], env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
-        assert process.stdout.readline() == "up\n"
-        process.send_signal(number)
-        output, complaint = process.communicate(timeout=30)
-    assert (process.returncode, output) == (code, "closed\n")
-    assert "Traceback" not in complaint
-
-
-def test_a_failed_command_releases_its_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(sft: Any, _: Any) -> None:
-        runs.start_stage(sft, runs.compute_identity(sft, {}, {}), {}, fresh=False)
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(stage, "_runner", lambda name: run)
-    assert rlhf("sft", "-c", "sft.yaml").exit_code == 1
-    script = "import pathlib, sys; from rlhf_cli.runs.locks import lock_folder; lock_folder(pathlib.Path(sys.argv[1]))"
-    assert python("-c", script, folder / "sft").returncode == 0
 
 
 def test_a_reader_that_closes_early_is_no_error() -> None:

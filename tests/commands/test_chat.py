@@ -1,7 +1,4 @@
-"""`rlhf chat`: metrics as in the evaluation, prompts as in PPO, at a terminal, through a pipe, and errors.
-
-Modules: `commands/common/models.py`.
-"""
+"""`rlhf chat`: metrics as in the evaluation, prompts as in PPO, at a terminal, through a pipe, and errors."""
 
 import hashlib
 import shutil
@@ -24,7 +21,7 @@ from rlhf_cli.commands.common.models import ReplyMetrics
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import load, tokenizers
+from rlhf_cli.models import tokenizers
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo import rollout
 from rlhf_cli.ppo.rollout import HFEngine
@@ -375,37 +372,6 @@ def test_a_reply_is_limited_by_the_context(run: Path) -> None:
 
 
 # Selection of models
-
-
-def test_sources_that_changed_since_training_are_skipped_with_a_message(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PPO on external models, with a function of weight 0."""
-    monkeypatch.chdir(run_folder)
-    short = {"function": "judges:short", "weight": 0}
-    write(run_folder, "ppo", {**ppo_folder.PPO, "rewards": {"reward": {}, "short": short}})
-    assert ppo_folder.ppo(run_folder).exit_code == 0
-    compared = piped(".", "--compare=sft,ppo")
-    assert compared.exit_code == 0 and compared.stdout.startswith("sft: ")
-    assert "sft: sft_model" in compared.stderr and "  short -" in compared.stderr and "sum" not in compared.stderr
-    assert "reward (reward_model), short (judges:short), KL from sft_model" in compared.stderr
-    Path("judges.py").write_text("def short(prompts, responses):\n    return [1.0 for _ in responses]\n")
-    changed = load.load_causal_lm("sft_model")
-    changed.lm_head.weight.data += 0.1
-    changed.save_pretrained("sft_model")
-    shutil.rmtree("reward_model")
-    result = piped(".")
-    assert result.exit_code == 0
-    for text in (
-        "no short: judges.py has changed since PPO was trained with it",
-        "no KL: sft_model is no longer the model that PPO was trained with",
-        "no reward: rewards.reward.model: no such folder reward_model",
-    ):
-        assert text in result.stderr, text
-    assert "below each reply" not in result.stderr
-    assert result.stderr.splitlines()[-1].split(" tok")[0].isdecimal()  # only the length is left
-    assert is_error(piped(".", "--compare", "sft,ppo"), "M10", "is no longer the model")
-    assert is_error(piped(".", "--stage", "sft"), "M01", "holds no sft stage")
 
 
 def test_invalid_selections(run: Path) -> None:

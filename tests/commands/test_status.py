@@ -1,6 +1,6 @@
 """`rlhf status` and `rlhf ls`: runs that are finished, unfinished, running, stale or damaged.
 
-Modules: `pipeline/headline.py`, `pipeline/status.py`, `runs/identity.py`, `runs/progress.py`.
+Modules: `pipeline/headline.py`, `pipeline/status.py`, `runs/progress.py`.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""The JSON Schemas that editors read: current, found from every config, and in agreement with the loader.
-
-Modules: `config/machinery/trl_fields.py`.
-"""
+"""The JSON Schemas that editors read: current, found from every config, and in agreement with the loader."""
 
 import copy
 import json

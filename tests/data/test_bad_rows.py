@@ -1,7 +1,4 @@
-"""Bad data through the real CLI: each says code, place and fix in a line or two, and exits as promised.
-
-Modules: `data/conversions.py`.
-"""
+"""Bad data through the real CLI: each says code, place and fix in a line or two, and exits as promised."""
 
 import os
 from pathlib import Path
@@ -11,7 +8,6 @@ import pytest
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 
 from rlhf_cli import jsonl
-from rlhf_cli.data import conversions
 from rlhf_cli.models.tokenizers import CHATML
 
 GOOD = {"prompt": "Tell me about the sun.", "completion": " The sun is bright."}
@@ -67,52 +63,6 @@ def test_rows_of_sharegpt_and_alpaca_are_read_as_they_are(
     done = check(f"{stage}.yaml", *options, *(["-s", f"data.columns={columns}"] if columns else []))
     assert done.exit_code == 0 and "64 rows" in done.output, done.output
     assert "theirs.jsonl: ShareGPT or Alpaca, read as {" in done.stderr
-
-
-def test_what_becomes_of_rows_of_sharegpt_and_alpaca() -> None:
-    user, good, bad = (
-        {"role": "user", "content": "Tell me about it.\n\nThe sun."},
-        *({"role": "assistant", "content": text} for text in ("bright", "dull")),
-    )
-    assert conversions.convert_row(
-        {**ALPACA, "system": "Be brief.", "output": "bright", "history": [["Hi.", "bright"]]}
-    ) == {
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}, good, user, good]
-    }
-    assert conversions.convert_row({**ALPACA, "history": "", "output": "bright"}) == {
-        "messages": [user, good]
-    }  # of a CSV
-    assert conversions.convert_row({**RANKED, "chosen": "bright", "rejected": "dull"}) == {
-        "prompt": [{"role": "user", "content": "Tell me about it."}], "chosen": [good], "rejected": [bad],
-    }  # fmt: skip
-
-
-DIALOGUES = {name: f"Human: Say 0\n\nAssistant: {text}" for name, text in (("chosen", "yes"), ("rejected", "no"))}
-QUESTION = {"from": "human", "value": "Say 0\n"}
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {**RANKED, **{name: f"Q: {RANKED['instruction']} A: {RANKED[name]}" for name in ("chosen", "rejected")}},
-        {"instruction": "Say 0 ", **DIALOGUES},
-        {"instruction": "", **DIALOGUES},
-        {"instruction": "Other words, beside transcripts.", **DIALOGUES},
-        {"conversations": [QUESTION], **DIALOGUES},
-        {"conversations": [{"from": "system", "value": "Be brief."}, QUESTION, ANSWERED], **DIALOGUES},
-    ],
-)
-def test_whole_dialogues_beside_their_question_are_pairs_as_they_stand(folder: Path, row: dict[str, Any]) -> None:
-    assert conversions.target_form(row) is None
-    write("pairs", *[row] * 64)
-    done = check("reward.yaml")
-    assert done.exit_code == 0 and "64 rows" in done.output, done.output
-
-
-@pytest.mark.parametrize("asked", [{"instruction": "Hi."}, {"conversations": [{"from": "human", "value": "Hi."}]}])
-def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any]) -> None:
-    """The other answer does not begin so: read as it stands, the pair would lose its prompt."""
-    assert conversions.target_form({**asked, "chosen": "Hi. I am here.", "rejected": "What?"}) == conversions.PAIR_FORM
 
 
 @pytest.mark.full

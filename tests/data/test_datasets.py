@@ -1,7 +1,4 @@
-"""Files to tokens: the one encoder, the forms of rows, faults of rows, and the order of rows.
-
-Modules: `data/rendering.py`.
-"""
+"""Files to tokens: the one encoder, the forms of rows, faults of rows, and the order of rows."""
 
 from itertools import pairwise
 from pathlib import Path

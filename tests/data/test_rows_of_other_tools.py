@@ -1,7 +1,4 @@
-"""Files as other people have them: read as they are meant, or refused with what to do; never read as something else.
-
-Modules: `data/columns.py`, `data/formats.py`.
-"""
+"""Files as other people have them: read as they are meant, or refused with what to do; never read as something else."""
 
 import json
 import re
@@ -18,10 +15,7 @@ from typer.testing import Result
 from rlhf_cli import data, jsonl
 from rlhf_cli.commands.init import sizes
 from rlhf_cli.commands.init.sizes import Speed
-from rlhf_cli.config.sources import DataSource
-from rlhf_cli.data.datasets import PAIR_FORMS
-from rlhf_cli.data.formats import DatasetReader
-from rlhf_cli.data.readers import BadRow, RowLocation
+from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.rendering import RenderedRow, check_rendering
 from rlhf_cli.models import tokenizers
 from tests.conftest import SHARED, World
@@ -240,110 +234,6 @@ def test_prompts_of_ppo_get_the_system_message(chat_base: Path, tmp_path: Path) 
     tokenizer = tokenizers.load_tokenizer(chat_base)
     (row,) = data.sft_rows(tmp_path / "rows.jsonl", tokenizer, max_length=None)
     assert tokenizer.decode(row["input_ids"]) == f"[system]{RULE}<eos>[user]Hi<eos>[assistant]Yes<eos>"
-
-
-@pytest.mark.parametrize("share", [0.4, 0.6])
-def test_a_prompt_is_taken_off_where_most_answers_begin_with_it(tmp_path: Path, tokenizer: Any, share: float) -> None:
-    """The other answers stay as they are."""
-    rows = []
-    for number in range(10):
-        prompt, chosen, rejected = texts_of(number)
-        before = f"{prompt} " if number < 10 * share else ""
-        rows.append({"prompt": prompt, "chosen": before + chosen, "rejected": before + rejected})
-    jsonl.write_jsonl(tmp_path / "pairs.jsonl", rows)
-    source = DataSource(str(tmp_path / "pairs.jsonl"))
-    found = data.preference_rows(source, tokenizer, max_length=None)
-    answers = [tokenizer.decode(row["chosen_ids"][len(row["prompt_ids"]) :]) for row in (found[0], found[9])]
-    first = " The thing is fine 0.<eos>" if share > 0.5 else "How is thing 0? The thing is fine 0.<eos>"
-    assert answers == [first, "The thing is fine 9.<eos>"] and not found.dropped
-    kept = data.preference_rows(DataSource(source.name, format="plain"), tokenizer, max_length=None)
-    assert tokenizer.decode(kept[0]["chosen_ids"]).startswith("How is thing 0?How is thing 0?")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "Rain", "chosen": "Rain is bright.", "rejected": "Rain is grim."},
-        {"prompt": "a", "chosen": "apple pie", "rejected": "ant"},
-        {"prompt": "Name the sun", "chosen": "Name the sunny day.", "rejected": "Name the sunless day."},
-    ],
-)
-def test_an_answer_may_begin_with_the_words_that_it_explains(tmp_path: Path, tokenizer: Any, row: dict) -> None:
-    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [row] * 9)
-    found = data.preference_rows(tmp_path / "pairs.jsonl", tokenizer, max_length=None)
-    assert tokenizer.decode(found[0]["chosen_ids"]) == f"{row['prompt']}{row['chosen']}<eos>"
-
-
-def test_sft_takes_the_prompt_off_a_completion(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [{"prompt": f"{p} ", "completion": f"{p} {c}"} for p, c, _ in map(texts_of, range(9))]
-    jsonl.write_jsonl(tmp_path / "rows.jsonl", rows)
-    found = data.sft_rows(tmp_path / "rows.jsonl", tokenizer, max_length=None)
-    assert tokenizer.decode(found[3]["input_ids"]) == "How is thing 3? The thing is fine 3.<eos>"
-
-
-def test_sft_names_a_label_that_it_does_not_read(folder: Path) -> None:
-    rows = [
-        {"prompt": p, "completion": c, "label": number % 2 == 0} for number, (p, c, _) in enumerate([texts_of(1)] * 9)
-    ]
-    jsonl.write_jsonl(folder / "rows.jsonl", rows)
-    result = rlhf("check", "sft.yaml")
-    assert result.exit_code == 0
-    assert "warning[D17]: rows.jsonl: not read: label, which may say which answers are bad" in result.stderr
-
-
-def test_sft_reads_whole_dialogues_beside_a_prompt_as_pairs_are_read(tmp_path: Path, chat: Any, tokenizer: Any) -> None:
-    answer = dialogue("How is it?", "Fine.") + dialogue("Why?", "The sun is up.")
-    jsonl.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "How is it?", "chosen": answer, "rejected": "x"}])
-    source = DataSource(str(tmp_path / "rows.jsonl"), columns={"completion": "chosen"})
-    (row,) = data.sft_rows(source, chat, max_length=None)
-    turns = [*messages("How is it?", "Fine."), turn("user", "Why?")]
-    prompt, response = data.encode(chat, turns, "The sun is up.")
-    assert (row["input_ids"], sum(row["completion_mask"])) == (prompt + response, len(response))
-    (row,) = data.sft_rows(source, tokenizer, max_length=None)
-    assert tokenizer.decode(row["input_ids"]) == f"{answer}<eos>"
-
-
-@pytest.mark.parametrize("template", [True, False])
-def test_a_system_column_beside_transcripts_is_read(tmp_path: Path, chat: Any, tokenizer: Any, template: bool) -> None:
-    row = {"system": RULE, "prompt": dialogue("Hi", "").rstrip(), "chosen": " Yes", "rejected": " No"}
-    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [row] * 9)
-    used = chat if template else tokenizer
-    found = data.preference_rows(tmp_path / "pairs.jsonl", used, max_length=None)
-    prompt = [turn("system", RULE), turn("user", "Hi")] if template else f"{RULE}\n\nHuman: Hi\n\nAssistant:"
-    assert found[0]["prompt_ids"] == data.encode(used, prompt, None)[0]
-    assert found.columns == "prompt, chosen, rejected, system"
-
-
-def test_columns_that_the_first_row_lacks_are_named(
-    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pair = dict(zip(("prompt", "chosen", "rejected"), texts_of(0), strict=True))
-    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [pair, {**pair, "context": "Some words.", "source": "x"}])
-    found = data.preference_rows(tmp_path / "pairs.jsonl", tokenizer, max_length=None)
-    assert found.columns == "prompt, chosen, rejected; not read: context, source"
-    assert "warning[D17]" in capsys.readouterr().err
-
-
-def test_columns_of_prompts_are_for_reward_functions(
-    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    jsonl.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Tell me", "context": "Some words.", "answer": "x"}])
-    found = data.prompt_rows(tmp_path / "prompts.jsonl", tokenizer, max_length=None)
-    assert found.columns == "prompt; for reward functions: context, answer"
-    assert capsys.readouterr().err == ""
-
-
-def test_many_bad_rows_at_the_start_do_not_slow_the_reading(tmp_path: Path, tokenizer: Any) -> None:
-    """The first rows are looked at once: 20,000 took half a minute."""
-    bad, good = {"prompt": "", "chosen": "a", "rejected": "b"}, {"prompt": "A b c", "chosen": "a", "rejected": "b"}
-    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*[bad] * 1000, good])
-    reader = DatasetReader(DataSource(str(tmp_path / "pairs.jsonl"), on_bad="drop"), PAIR_FORMS)
-    heads = []
-    for location, _, row in reader.rows():
-        heads.append(reader._head)
-        if not row["prompt"]:
-            reader.note(location, BadRow("D08", "the prompt is empty"))
-    assert all(head is heads[0] for head in heads) and len(heads) == 1001
 
 
 INDEX_LABEL = {

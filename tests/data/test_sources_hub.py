@@ -14,7 +14,7 @@ import pytest
 from run_cli import must_succeed, python
 from stand_in_hub import SHA, Files, serving
 
-from tests.data.test_sources import columns
+from tests.data.test_readers import columns
 
 NOWHERE = "http://127.0.0.1:9"  # a port on which nothing listens
 READ = """

@@ -1,7 +1,4 @@
-"""Dialogues written as one text (hh-rlhf), rows dropped by data.on_bad, and held-out splits.
-
-Modules: `data/texts.py`.
-"""
+"""Dialogues written as one text (hh-rlhf), rows dropped by data.on_bad, and held-out splits."""
 
 import json
 from collections import Counter
@@ -12,8 +9,6 @@ import pytest
 
 from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
-from rlhf_cli.data import texts
-from rlhf_cli.data.readers import BadRow
 from rlhf_cli.errors import RLHFError
 
 ONE = "\n\nHuman: Why?\n\nAssistant:"
@@ -40,21 +35,6 @@ def problems(read: Any, rows: DataSource, tokenizer: Any, **options: Any) -> lis
 
 
 # --- transcripts
-
-
-def test_a_transcript_is_parsed_and_rendered_without_loss() -> None:
-    assert texts.parse_transcript_prompt(TWO, "prompt") == TURNS and texts.render_transcript(TURNS) == TWO
-    assert texts.parse_transcript_prompt(ONE, "prompt") == [{"role": "user", "content": "Why?"}]
-    answered = texts.parse_transcript(f"{TWO} Human: is no turn here\n", "chosen")
-    assert answered == [*TURNS, {"role": "assistant", "content": "Human: is no turn here"}]
-
-
-@pytest.mark.parametrize("text", ["Why?", "Assistant", "Well.\n\nHuman: Why?\n\nAssistant:", ""])
-def test_a_text_that_does_not_begin_with_a_turn_is_no_transcript(text: str) -> None:
-    assert not texts.is_transcript(text)
-    with pytest.raises(BadRow) as bad:
-        texts.parse_transcript(text, "prompt")
-    assert bad.value.code == "D12"
 
 
 def test_pairs_of_transcripts_use_the_template_or_else_their_own_text(

@@ -4,10 +4,9 @@ import pytest
 
 from rlhf_cli import statistics
 from rlhf_cli.evaluation.pairwise import pairwise_win_rates
-from rlhf_cli.evaluation.report_text import pairwise_sentences
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.judges.pairwise import Comparison
-from rlhf_cli.runs.report import JudgeCost, Report, WinRates
+from rlhf_cli.runs.report import WinRates
 
 WIN, LOSS, TIE = Comparison("1", "2"), Comparison("2", "1"), Comparison("tie", "tie")
 FIRST, EQUAL = Comparison("1", "1"), Comparison()
@@ -56,13 +55,3 @@ def test_equal_answers_alone_leave_nothing_to_say() -> None:
     rate = rates(llm=[EQUAL] * 10)["llm"]
     assert (rate.value, rate.ties, rate.consistency, rate.first_slot, rate.agreement) == (0.5, 10, None, None, None)
     assert "consistency" not in rate.to_json()
-
-
-def test_the_sentence_says_how_far_to_believe_it() -> None:
-    cost = JudgeCost(model="m", answers=18, calls=19, prompt_tokens=1500, completion_tokens=100)
-    report = Report(n=10, win_rate={"ppo_vs_sft": rates(llm=COMPARED)}, judge_costs={"llm": cost})
-    (sentence,) = pairwise_sentences(report)
-    assert sentence.startswith("Judge llm, m: both orders agree on 0.778 [0.")
-    assert "the answer shown first wins 0.625 [0." in sentence and "it agrees with reward on 0.800 [0." in sentence
-    assert sentence.endswith("18 answers took 19 calls and 1,600 tokens")
-    assert list(pairwise_sentences(report.with_changes(judge_costs=None))) == []

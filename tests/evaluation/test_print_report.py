@@ -1,6 +1,6 @@
-"""Terminal output of an evaluation, and `eval.require`.
+"""Terminal output of an evaluation.
 
-Modules: `config/eval.py`, `evaluation/report_text.py`, `evaluation/requirements.py`, `evaluation/sample_pairs.py`.
+Modules: `config/eval.py`.
 """
 
 import json
@@ -13,10 +13,6 @@ from report_run import report, win, with_policies
 from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.evaluation.print_report import print_report
-from rlhf_cli.evaluation.report_text import summary_sentence
-from rlhf_cli.evaluation.requirements import check_requirements
-from rlhf_cli.evaluation.sample_pairs import ResponsePair, deciding_judge, quartile_examples
-from rlhf_cli.runs.report import Report
 
 REPORT = report() | {"warnings": ["warning[R03]: no response ends"]}
 REPORT["models"]["ppo"]["kl_ci95"] = [12.0, 12.5]
@@ -108,27 +104,6 @@ def test_samples_are_at_the_quartiles_of_the_gain(printed: Any) -> None:
     assert ["PPO", "reward -0.90, gold 0.90", "new"] in cells(printed({**REPORT, "greedy": {}, "best_of": []}, *greedy))
 
 
-@pytest.mark.parametrize(
-    ("gains", "examples"),
-    [
-        ({0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, [1, 2, 3]),
-        ({7: 4.0, 5: 0.0, 3: 2.0, 9: 1.0, 1: 3.0}, [9, 3, 1]),
-        ({4: 1.0, 2: 1.0, 0: 1.0, 6: 1.0}, [0, 2, 4]),
-        ({8: -1.0, 3: 1.0}, [8, 3]),
-        ({8: 0.5}, [8]),
-    ],
-)
-def test_examples_are_deterministic(gains: dict[int, float], examples: list[int]) -> None:
-    pairs = [ResponsePair(index, "", {}, {}, gain) for index, gain in gains.items()]
-    assert [pair.index for pair in quartile_examples(pairs)] == examples
-
-
-def test_a_judge_other_than_the_reward_model_decides() -> None:
-    for judges, judge in ((["reward", "helpful", "gold"], "gold"), (["reward", "helpful"], "helpful")):
-        assert deciding_judge(judges) == judge
-    assert deciding_judge(["reward"]) == "reward"
-
-
 def test_responses_cannot_control_the_terminal(printed: Any) -> None:
     output = printed(
         REPORT, sample(0, "sft", 0.1, "\x1b[31m[link=file:///etc/passwd]red"), sample(0, "ppo", 0.9, "two\nlines")
@@ -154,38 +129,6 @@ def test_a_damaged_report_is_an_error(tmp_path: Path) -> None:
             print_report(tmp_path)
 
 
-GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.63
-
-
-def unmet(**require: str) -> list[str]:
-    """The problems of requirements, each on GOLD unless its key has dots."""
-    try:
-        check_requirements(Report.model_validate(REPORT), require, where=lambda key: "eval.yaml:9")
-    except RLHFError as error:
-        assert error.exit_code == 1 and str(error).startswith("error[R06]: eval.yaml:9: ")
-        return [problem.text + (f"; {problem.hint}" if problem.hint else "") for problem in error.problems]
-    return []
-
-
-@pytest.mark.parametrize(
-    ("met", "condition"),
-    [(">= 0.63", ">= 0.631"), ("<=0.63", "<= 0.629"), ("> 0.62", "> 0.63"), ("< 0.64", "< 0.63"),
-     ("== 0.63", "== 0.6"), (" >= 6.3e-1 ", ">= 7e-1")],
-)  # fmt: skip
-def test_requirements(met: str, condition: str) -> None:
-    assert unmet(**{GOLD: met}) == []
-    assert unmet(**{GOLD: condition}) == [f"{GOLD} is 0.63, required {condition}"]
-
-
-def test_all_unmet_requirements_are_reported() -> None:
-    require = {GOLD: ">= 0.9", "models.ppo.kl": "<= 13", "models.nobody.kl": "<= 6", "models.ppo": "> 0"}
-    assert unmet(**require) == [
-        f"{GOLD} is 0.63, required >= 0.9",
-        "models.nobody.kl is not a number in report.json; models has the keys sft, ppo",
-        f"models.ppo is not a number in report.json; models.ppo has the keys {', '.join(REPORT['models']['ppo'])}",
-    ]
-
-
 def test_an_interval_with_one_half_is_undecided(printed: Any) -> None:
     intervals = (("a", [0.5, 0.7]), ("b", [0.51, 0.7]))
     rates = {name: {**win(0.6), "ci95": interval} for name, interval in intervals}
@@ -200,60 +143,6 @@ def test_a_warning_is_printed_once_per_command(printed: Any, capsys: pytest.Capt
     lines = printed({**REPORT, "warnings": [*REPORT["warnings"], other]}).splitlines()
     expected = [f"in report.json: {other}", "in report.json, printed above: R03"]
     assert [line for line in lines if line.startswith("in report.json")] == expected
-
-
-BETTER, OPEN, WORSE = ({"value": value, "ci95": [value - 0.1, value + 0.1], "n": 200} for value in (0.8, 0.5, 0.2))
-BY_GOLD = "on 200 held-out prompts, judged by gold, at a KL of 12.30"
-OWN = "; by the reward model"
-
-
-@pytest.mark.parametrize(
-    ("rates", "end"),
-    [
-        (
-            {"gold": BETTER, "reward": {**BETTER, "value": 0.93}},
-            f"PPO beats SFT: win rate 0.800 [0.700, 0.900] {BY_GOLD}{OWN} 0.930 [0.700, 0.900]",
-        ),
-        ({"gold": BETTER, "reward": WORSE}, f"{BY_GOLD}{OWN} 0.200 [0.100, 0.300]"),
-        (
-            {"gold": OPEN, "reward": BETTER},
-            f"PPO and SFT are not distinguishable: win rate 0.500 [0.400, 0.600] {BY_GOLD} "
-            f"(raise eval.n for narrower intervals){OWN} 0.800 [0.700, 0.900], which gold does not confirm",
-        ),
-        ({"gold": OPEN, "reward": OPEN}, f"narrower intervals){OWN} 0.500 [0.400, 0.600]"),
-        (
-            {"gold": WORSE, "reward": BETTER},
-            f"PPO loses to SFT: win rate 0.200 [0.100, 0.300] {BY_GOLD}{OWN} 0.800 [0.700, 0.900]: "
-            "reward hacking (docs/rewards.md)",
-        ),
-        ({"gold": WORSE, "reward": WORSE}, f"12.30{OWN} 0.200 [0.100, 0.300]"),
-        (
-            {"reward": BETTER},
-            "12.30: the reward that PPO was trained on, which proves little; add a judge in eval.yaml",
-        ),
-        ({"helpful": BETTER}, "judged by helpful, at a KL of 12.30"),
-        (
-            {"helpful": {**BETTER, "length_controlled": 0.55, "length_controlled_ci95": [0.45, 0.65]}},
-            "12.30; length-controlled 0.550 [0.450, 0.650], undecided",
-        ),
-        (
-            {"helpful": {**BETTER, "length_controlled": 0.4, "length_controlled_ci95": [0.35, 0.45]}},
-            "12.30; length-controlled 0.400 [0.350, 0.450], worse",
-        ),
-        ({"helpful": {**BETTER, "length_controlled": 0.7, "length_controlled_ci95": [0.6, 0.8]}}, "KL of 12.30"),
-    ],
-)
-def test_the_summary_is_one_sentence_with_its_caveat(rates: dict[str, Any], end: str) -> None:
-    summary = summary_sentence(Report.model_validate({**REPORT, "win_rate": {"ppo_vs_sft": rates}}))
-    assert summary and summary.endswith(end), summary
-
-
-def test_a_verifier_named_reward_is_no_reward_model() -> None:
-    verified = {**REPORT, "win_rate": {"ppo_vs_sft": {"reward": BETTER}}, "judge_kinds": {"reward": "verifier"}}
-    assert str(summary_sentence(Report.model_validate(verified))).endswith("judged by reward, at a KL of 12.30")
-    rates = {"gold": BETTER, "reward": BETTER}
-    verified["win_rate"] = {"ppo_vs_sft": rates}
-    assert "; by the judge reward 0.800" in str(summary_sentence(Report.model_validate(verified)))
 
 
 def test_without_a_comparison_there_is_no_summary(printed: Any) -> None:

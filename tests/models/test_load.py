@@ -1,7 +1,4 @@
-"""Models are loaded, created and saved; weights that do not fit their config (M13) are refused before training.
-
-Modules: `models/devices.py`.
-"""
+"""Models are loaded, created and saved; weights that do not fit their config (M13) are refused before training."""
 
 import json
 import platform
@@ -26,9 +23,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from rlhf_cli import system
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import build, devices, lora, save, tokenizers
+from rlhf_cli.models import devices, lora, save, tokenizers
 from rlhf_cli.models import load as loading
 from rlhf_cli.models.load import (
     init_reward_model,
@@ -265,19 +261,6 @@ def test_saved_models_are_plain_folders_with_all_their_weights(world: World, tmp
     assert torch.equal(init_reward_model(tmp_path).score.weight, model.score.weight)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float32)],  # E01: float16 on a CPU
-)
-def test_dtype_auto_and_unsupported_dtypes_load_in_float32(
-    world: World, tmp_path: Path, name: str, dtype: torch.dtype
-) -> None:
-    if name == "float16" and devices.supports_dtype(name):
-        pytest.skip("this machine supports float16")
-    load_causal_lm(world.base).bfloat16().save_pretrained(tmp_path)
-    assert load_causal_lm(tmp_path, dtype=name).dtype == dtype
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", [*families.FAMILIES, *tiny.FAMILIES])
 def test_a_frozen_base_stored_in_bf16_never_has_its_matrices_in_float32(name: str, tmp_path: Path) -> None:
@@ -321,12 +304,6 @@ def test_one_float32_weight_in_a_file_is_not_rounded(causal: Path) -> None:
     assert torch.equal(loaded.model.norm.weight, exact) and not lora.has_bf16_matrices(loaded)
 
 
-def test_new_weights_get_vocabulary_and_special_tokens_from_the_tokenizer(tokenizer: Any) -> None:
-    model = build.new_causal_lm({**SIZES, "model_type": "qwen2"}, tokenizer)
-    assert model.config.model_type == "qwen2" and model.dtype == torch.float32
-    assert (model.config.vocab_size, model.config.pad_token_id, model.config.eos_token_id) == (len(tokenizer), 0, 1)
-
-
 def test_eager_attention_is_logged_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -349,20 +326,6 @@ def test_a_multiple_of_64_rows_stays_one(world: World, rows: int, grown: int) ->
     assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == grown
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "hint"),
-    [
-        ({"model_type": "lama"}, "C07", "did you mean llama?"),
-        ({"hiden_size": 32}, "C01", "did you mean hidden_size?"),
-        ({"vocab_size": 99}, "C17", "remove the line"),
-    ],
-)
-def test_invalid_fields_of_a_new_model(tokenizer: Any, fields: dict[str, Any], code: str, hint: str) -> None:
-    with pytest.raises(RLHFError) as error:
-        build.new_causal_lm(fields, tokenizer)
-    assert error.value.problems[0].code == code and hint in str(error.value)
-
-
 def test_an_added_token_changes_no_other_logit_and_has_no_large_one(world: World) -> None:
     tokenizer, model = world.tokenizer(), load_causal_lm(world.base).eval()
     ids = torch.arange(2, 20)[None]
@@ -373,25 +336,6 @@ def test_an_added_token_changes_no_other_logit_and_has_no_large_one(world: World
     assert after.shape[-1] == before.shape[-1] + 1 == model.config.vocab_size
     assert torch.allclose(after[..., :-1], before, atol=1e-5)
     assert (after[..., -1] < before.amax(-1)).all()
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library gives memory back by itself or never")
-def test_freed_memory_is_given_back_to_the_system() -> None:
-    tensors = [torch.ones(25_000) for _ in range(2000)]  # 200 MB in pieces that malloc keeps
-    used = system.process_memory()
-    del tensors[:-1]  # the last one is at the end of the heap
-    devices.release_memory()
-    assert system.process_memory() < used - 150e6
-
-
-@pytest.mark.parametrize(("used", "released"), [(2**28 - 1, 0), (2**28, 1)])
-def test_memory_is_given_back_once_a_process_has_grown(
-    used: int, released: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    monkeypatch.setattr(system, "process_memory", lambda: 10**9 + (7 if calls else used))
-    monkeypatch.setattr(devices, "release_memory", lambda: calls.append(1))
-    assert devices.limit_memory(10**9) == 10**9 + 7 * released and len(calls) == released
 
 
 def test_a_saved_tree_is_loaded_exactly_and_shares_no_tensor(tmp_path: Path) -> None:

@@ -1,44 +1,16 @@
-"""`rlhf check`: all that is wrong at once, before any training, in the words of the stages.
-
-Modules: `pipeline/check_files.py`, `pipeline/check_models.py`, `pipeline/check_report.py`.
-"""
+"""`rlhf check`: all that is wrong at once, before any training, in the words of the stages."""
 
 import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import run_cli
 from bad_inputs import check, foreign_scorer, replace, rlhf
-from cost import cost
-from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 from rlhf_cli import distributed, jsonl
 from rlhf_cli.commands.init import presets
-from rlhf_cli.models import tokenizers
 from rlhf_cli.pipeline import children
-
-
-@pytest.fixture
-def run_folder(folder: Path) -> Path:
-    """A run whose later stages start from what the earlier ones are still to make."""
-    replace("reward.yaml", "model: {path: model}\n", "")
-    replace("ppo.yaml", "models: {sft: model, reward: scorer}\n", "")
-    replace("ppo.yaml", "total_episodes: 64", "total_episodes: 64\n  response_length: 32")
-    pairs = {json.dumps(row): row for _, row in jsonl.read_jsonl(folder / "pairs.jsonl")}  # none twice
-    jsonl.write_jsonl(folder / "pairs.jsonl", pairs.values())
-    jsonl.write_jsonl(folder / "held-out.jsonl", [{"prompt": f"And the {n}?"} for n in range(9)])
-    (folder / "eval.yaml").write_text("data: {prompts: held-out.jsonl}\neval: {n: 9, best_of: []}\n")
-    return folder
-
-
-def json_report(file: str, *arguments: str) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(check(file, *arguments, "--json").stdout)
-    return report
 
 
 def messages(result: Result, start: str = "error[") -> list[str]:
@@ -90,25 +62,6 @@ def test_rlhf_run_checks_everything_first(run_folder: Path) -> None:
     assert not (run_folder / "sft").exists()
 
 
-def test_quiet_prints_errors_only(run_folder: Path) -> None:
-    jsonl.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": "And?"}] * 9 + [{"prompt": "And? " * 99}])
-    assert "D10" in check(".").stderr
-    quiet = check(".", "--quiet")
-    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")
-
-
-def test_lengths_are_those_of_the_stage(folder: Path) -> None:
-    tokenizer = tokenizers.load_tokenizer(folder / "model")
-    texts = [{"prompt": "Tell me", "completion": " about the sun" * (n % 7 + 1)} for n in range(96)]
-    jsonl.write_jsonl(folder / "rows.jsonl", texts)
-    lengths = [sum(len(tokenizer(text).input_ids) for text in row.values()) + 1 for row in texts]
-    for limit, left_out in (1000, 0), (20, sum(length > 20 for length in lengths)):
-        checked = json_report("sft.yaml", f"sft.max_length={limit}")["checked"]
-        (numbers,) = [each for each in checked if each["what"] == "data.train"]
-        assert (numbers["rows"], numbers["left_out"]) == (96 - left_out, left_out)
-        assert numbers["longest"] == max(length for length in lengths if length <= limit)
-
-
 def test_a_stage_with_wrong_values_has_its_files_checked(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a wrong key may name the file: a missing file would then be an error that follows from another."""
     replace("reward.yaml", "max_steps: 1", "max_steps: -1, no_such_key: 3")
@@ -144,24 +97,6 @@ def test_check_reports_what_the_stage_reports(folder: Path, stage: str, break_it
     assert "error[" in checked and set(checked.splitlines()) == set(rlhf(stage).stderr.splitlines())
 
 
-def test_json(folder: Path) -> None:
-    replace("sft.yaml", "path: model", "path: owner/model")
-    jsonl.write_jsonl(folder / "rows.jsonl", [{"prompt": "a", "completion": ""}])
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    jsonl.write_jsonl(folder / "pairs.jsonl", [{**pair, "prompt": f"{n}"} for n in range(8)])
-    replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval: pairs.jsonl")
-    report = json_report("sft.yaml")
-    place, hint = "rows.jsonl:1", "correct the row, or set data.on_bad: drop"
-    problem = {"code": "D09", "text": '"completion" is empty', "where": place, "hint": hint, "level": "error"}
-    assert (report["ok"], report["problems"]) == (False, [problem])
-    assert report["not_checked"][0].startswith("sft model.path: owner/model is not in the hub's cache")
-    warned = json_report("reward.yaml")
-    assert warned["ok"] and [(one["code"], one["level"]) for one in warned["problems"]] == [("D13", "warning")]
-    jsonl.write_jsonl(folder / "pairs.jsonl", [{**pair, "chosen": f"{n}"} for n in range(8)])
-    assert json_report("reward.yaml")["problems"] == []  # one prompt for all rows is no leak
-    assert json_report("nowhere")["problems"][0]["code"] == "C09"
-
-
 def test_an_unreachable_hub_is_no_error(run_folder: Path) -> None:
     """Everything else is checked, rows without their lengths."""
     replace("sft.yaml", "path: model", "path: owner/model")
@@ -176,91 +111,6 @@ def test_an_unreachable_hub_is_no_error(run_folder: Path) -> None:
     )
     jsonl.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "", "chosen": "a", "rejected": "b"}])
     assert check(".").exit_code == 2
-
-
-@pytest.mark.parametrize("name", ["modle", "base/model"])
-def test_a_misspelt_folder_is_not_a_hub_id(folder: Path, name: str) -> None:
-    (folder / "base").mkdir()
-    replace("sft.yaml", "path: model", f"path: {name}")
-    assert messages(check("sft.yaml"), "error[M01]: sft.yaml:1: model.path")
-
-
-def test_a_missing_model_is_reported_once_with_all_its_keys(folder: Path) -> None:
-    replace("ppo.yaml", "models: {sft: model, reward: scorer}", "models: {sft: model, reward: ./gone, value: ./gone}")
-    (message,) = messages(check("ppo.yaml"), "error[M01]")
-    assert message == "error[M01]: ppo.yaml:1: models.value: no such folder gone (models.reward too)"
-
-
-def test_a_stage_that_has_not_run_is_no_misspelt_folder(run_folder: Path) -> None:
-    (run_folder / "ppo").mkdir()
-    replace("eval.yaml", "data:", "policies: {dpo: RUN/dpo}\ndata:")
-    hint = "hint: write dpo.yaml (`rlhf init` with --baselines writes one in a new run) and run that stage first"
-    assert hint in check("eval.yaml").stderr
-
-
-def test_fresh_weights(run_folder: Path) -> None:
-    new = "new: {hidden_size: 32, num_attention_heads: 4, num_hidden_layers: 1, max_position_embeddings: 64, "
-    replace("sft.yaml", "path: model", new + "tokenizer: {train: rows.jsonl, vocab_size: 300}}")
-    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 64")
-    quick = check(".")
-    assert quick.exit_code == 0 and lines(quick.stdout)["sft", "data.train"] == "96 rows; columns: prompt, completion"
-    assert "not checked: sft model.new: its tokenizer" in quick.stdout
-    deep = check(".", "--deep")
-    assert deep.exit_code == 0 and lines(deep.stdout)["ppo", "data.prompts"].startswith("96 prompts, at most ")
-    assert "not checked" not in deep.stdout
-    replace("sft.yaml", "hidden_size", "hiden_size")
-    assert "error[C01]: sft.yaml:1: model.new.hiden_size" in check(".").stderr
-
-
-def test_evaluation_prompts_that_a_stage_trains_on(run_folder: Path) -> None:
-    """D13 across stages, once for each training file that contains them."""
-    _, pair = next(jsonl.read_jsonl(run_folder / "pairs.jsonl"))
-    jsonl.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": pair["prompt"]}, {"prompt": "Something else?"}])
-    result = check(".")
-    warnings = messages(result, "warning[D13]: eval.yaml:1: 1 of 2 evaluation prompts also occur in")
-    assert [line.rpartition(" ")[2] for line in warnings] == ["rows.jsonl", "pairs.jsonl", "prompts.jsonl"]
-    assert result.exit_code == 0
-
-
-@pytest.mark.parametrize("deep", [False, True])
-def test_models_are_loaded_only_with_the_option(folder: Path, deep: bool) -> None:
-    """M13: one tied matrix is expected, and two are stored; only their numbers show if they are equal."""
-    tensors = load_file(folder / "model/model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-    save_file(tensors, folder / "model/model.safetensors", metadata={"format": "pt"})
-    result = check("sft.yaml", *(["--deep"] if deep else []))
-    assert result.exit_code == (2 if deep else 0), result.stderr
-    assert ("error[M13]: sft.yaml:1: model: config.json has tie_word_embeddings" in result.stderr) == deep
-
-
-def test_a_missing_head_is_found_without_loading(folder: Path) -> None:
-    foreign_scorer(folder)
-    shutil.copy(folder / "model/model.safetensors", folder / "scorer")
-    result = check("ppo.yaml")
-    assert result.exit_code == 2 and "error[M02]: ppo.yaml:1: scorer has no trained reward head" in result.stderr
-
-
-def test_t04_and_t05_against_a_stage_that_is_still_to_run(run_folder: Path) -> None:
-    foreign_scorer(run_folder)
-    (run_folder / "ppo.yaml").write_text("models: {reward: scorer}\n" + (run_folder / "ppo.yaml").read_text())
-    assert check(".").exit_code == 0
-    replace("sft.yaml", "path: model", "path: model, chat_template: chatml")
-    assert "error[T04]: ppo.yaml:1: models.reward has another tokenizer" in check(".").stderr
-    replace("reward.yaml", "data:", "model: {chat_template: '{{ messages }}'}\ndata:")
-    assert "error[T05]: reward.yaml:1: model.chat_template is not that of the SFT stage" in check(".").stderr
-
-
-@pytest.mark.full
-def test_finished_stages_and_the_output_of_another_config(run_folder: Path) -> None:
-    assert rlhf("sft").exit_code == 0
-    whole = lines(check(".").stdout)
-    assert whole["sft", "sft.yaml"].startswith("config read; output: up to date (")
-    assert whole["reward", "model.path"] == "sft: llama, 336 tokens"
-    assert check("reward.yaml").exit_code == 0
-    replace("sft.yaml", "max_steps: 1", "max_steps: 2")
-    assert "error[C15]: sft.yaml: sft holds another run: sft.max_steps 1 -> 2" in check("sft.yaml").stderr
-    stale = check(".")  # rlhf run moves it aside
-    assert stale.exit_code == 0 and lines(stale.stdout)["reward", "model.path"].startswith("sft, which the sft stage")
 
 
 def test_the_stage_of_a_file(folder: Path) -> None:
@@ -292,27 +142,6 @@ def test_the_steps_of_a_run_are_those_that_it_takes(folder: Path) -> None:
     assert json.loads((folder / "sft/manifest.json").read_text())["step"] == 8
 
 
-@pytest.mark.full
-def test_static_faults_are_found_quickly_without_torch(run_folder: Path) -> None:
-    """Each of the four files has a fault; the cost counts the start of Python too."""
-    replace("sft.yaml", "max_steps: 1", "max_stepps: 1")
-    replace("reward.yaml", "max_steps: 1", "max_steps: -1")
-    replace("ppo.yaml", "total_episodes: 64", "total_episodes: sixty")
-    replace("eval.yaml", "best_of: []", "best_of: 2")
-    code = "import sys; from rlhf_cli.cli import app\ntry: app(['check', '.'])\n"
-    code += "finally: print(sorted({'torch', 'transformers', 'datasets'} & sys.modules.keys()))"
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-
-    def checked() -> subprocess.CompletedProcess[str]:
-        return run_cli.python("-c", code, env=env)
-
-    done = checked()
-    assert done.returncode == 2 and done.stdout.splitlines()[-1] == "[]", done.stdout
-    errors = [line[6:9] for line in done.stderr.splitlines() if line.startswith("error[")]
-    assert errors == ["C01", "C06", "C05", "C05"]
-    assert cost(checked) <= 5
-
-
 def test_nine_faults_of_one_folder_at_once(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In configs, files, rows, batches, models, functions and the environment, each with its place."""
     replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 999, per_device_train_batch_size: 99")
@@ -335,10 +164,3 @@ def test_nine_faults_of_one_folder_at_once(run_folder: Path, monkeypatch: pytest
 def test_a_preset_is_all_right(tmp_path: Path) -> None:
     presets.init("ci", tmp_path / "ci")
     assert check(str(tmp_path / "ci")).exit_code == 0
-
-
-def test_prompts_that_do_not_fit_have_a_reason(folder: Path) -> None:
-    replace("ppo.yaml", "total_episodes: 64", "total_episodes: 64\n  response_length: 126")
-    result = check("ppo.yaml")
-    assert result.exit_code == 2 and "error[D05]: " in result.stderr
-    assert "hint: lower ppo.response_length (126 tokens for a response leave 2 to a prompt), or use" in result.stderr

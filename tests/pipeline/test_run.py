@@ -1,6 +1,6 @@
 """`rlhf run`: what runs, what is skipped, and why. Only the stages are fakes, which train nothing.
 
-Modules: `pipeline/children.py`, `pipeline/decide.py`, `pipeline/load.py`.
+Modules: `pipeline/decide.py`.
 """
 
 import json
@@ -24,7 +24,6 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.pipeline import children
 from rlhf_cli.pipeline import run as pipeline_run
-from rlhf_cli.pipeline.load import route_overrides
 from rlhf_cli.pipeline.run import run_folder
 
 FAKE = Path(fake_stage.__file__)
@@ -278,22 +277,6 @@ def test_a_key_goes_to_the_stages_that_have_its_section(run: Callable) -> None:
     assert [line.split(";")[0] for line in run("*.seed=3").values()][:1] == ["stale: seed 0 -> 3"]
 
 
-@pytest.mark.parametrize(
-    ("texts", "expected"),
-    [
-        (["*.seed=3"], {stage: ["*.seed=3"] for stage in CONFIGS}),
-        (
-            ["model.new.hidden_size=8", "data.on_identical=drop"],
-            {"sft": ["model.new.hidden_size=8"], "reward": ["data.on_identical=drop"]},
-        ),
-        (["*.models.dtype=float32"], {stage: ["*.models.dtype=float32"] for stage in ("ppo", "eval")}),
-    ],
-)
-def test_a_star_sets_a_key_in_every_stage_that_has_it(texts: list[str], expected: dict) -> None:
-    routed = route_overrides(texts, list(CONFIGS))
-    assert {stage: sets for stage, sets in routed.items() if sets} == expected
-
-
 def test_an_override_that_no_config_has_is_reported_if_the_next_run_would_undo_it(
     run: Callable, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,21 +381,6 @@ def test_a_child_whose_parent_is_killed_stops(folder: Path) -> None:
     parent.kill()
     parent.communicate(timeout=30)
     until((folder / "sft/stopped").exists, "the child continues")
-
-
-ENDS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-ENDS_ITS_PARENT = """
-import os, signal, time
-signal.signal(signal.SIGTERM, lambda *_: None)
-os.kill(os.getppid(), signal.SIGTERM)
-time.sleep(0.5)
-"""
-
-
-@pytest.mark.parametrize(("script", "code"), [(ENDS_ITSELF, 137), (ENDS_ITS_PARENT, 143)])
-def test_the_exit_code_after_a_signal_to_the_child_or_to_its_parent(script: str, code: int) -> None:
-    """That of a shell; after a signal to the parent the next stage does not start."""
-    assert children.run_child([sys.executable, "-c", script]) == code
 
 
 def test_a_child_gets_the_options_of_the_command_line(folder: Path) -> None:

@@ -1,7 +1,4 @@
-"""The size of a model, compared with real models and with torch's MemTracker.
-
-Modules: `models/build.py`.
-"""
+"""The size of a model, compared with real models and with torch's MemTracker."""
 
 from pathlib import Path
 from typing import Any

@@ -1,12 +1,10 @@
-"""Scores, penalties and their running moments: exact values, by hand or by numpy."""
+"""Penalties of scores: exact values, by hand."""
 
-import numpy as np
 import pytest
 import tiny
 import torch
 
 from rlhf_cli.models.batch import Rollout
-from rlhf_cli.ppo.scores import RunningMeanStd
 
 
 def test_overlong_penalty_table():
@@ -25,25 +23,3 @@ def test_both_penalties_come_after_scaling_and_clip():
     trainer = tiny.trainer(rewards={"nine": lambda rollout: torch.tensor([1.0, 9.0, 1.0, 1.0])}, score_clip=0.5)
     rows = Rollout.from_lists([[5]] * 4, [[2], [3] * 8, [2], [2]], stop_token_id=tiny.EOS)
     assert trainer.make_experience(rows).scores.tolist() == pytest.approx([0.5, -0.5, 0.5, 0.5])
-
-
-def test_merged_moments_are_those_of_all_scores_together():
-    generator = np.random.default_rng(0)
-    batches = [generator.normal(100.0, 1e-2, size) for size in (1, 7, 64, 3)]  # a mean that swamps a sum of squares
-    moments = RunningMeanStd()
-    for count in range(1, 5):
-        moments, scores = moments + RunningMeanStd.of(torch.tensor(batches[count - 1])), np.concatenate(batches[:count])
-        deviation = scores.std(ddof=1) if len(scores) > 1 else 0.0
-        assert (moments.count, moments.mean) == (len(scores), pytest.approx(scores.mean(), rel=1e-12))
-        assert moments.std == pytest.approx(deviation, rel=1e-9)
-        error = deviation / len(scores) ** 0.5 if count > 1 else np.inf
-        assert moments.standard_error == pytest.approx(error, rel=1e-9)
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_equal_scores_are_not_scaled(norm):
-    trainer = tiny.trainer(use_score_scaling=True, use_score_norm=norm)
-    for _ in range(3):
-        experience = trainer.make_experience(tiny.rollout(), scores=torch.full((4,), 0.1))
-        assert experience.scores.tolist() == pytest.approx([0.1] * 4)
-        trainer.update(experience)

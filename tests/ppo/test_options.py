@@ -1,8 +1,6 @@
 """Keys of `ppo:` by hand and bit for bit: those of the work, of scores, of training; a default that is written out.
 
 tests/commands/test_verify.py compares the options that change numbers with an independent implementation.
-
-Modules: `ppo/scores.py`.
 """
 
 import math

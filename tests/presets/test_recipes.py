@@ -1,8 +1,6 @@
 """The recipes of configs/ with their own hub ids: tiny models of the same families and small datasets in the Hub cache.
 
 Only sizes are overridden.
-
-Modules: `commands/init/fit_preset.py`.
 """
 
 import json
@@ -171,12 +169,6 @@ def test_a_recipe_is_fitted_to_a_gpu(
         assert now["learning_rate"] == pytest.approx(factor * was["learning_rate"])
         batches = [each["per_device_train_batch_size"] * each["gradient_accumulation_steps"] for each in (was, now)]
         assert batches[0] == batches[1]
-
-
-@pytest.mark.full
-def test_a_changed_rate_is_written_without_binary_digits(tmp_path: Path) -> None:
-    must_succeed(rlhf("init", "hh", tmp_path / "run", "--gpu", "12", "--baselines"))
-    assert "learning_rate: 1e-5 " in (tmp_path / "run/dpo.yaml").read_text()
 
 
 @pytest.mark.full

@@ -1,7 +1,6 @@
 """HTML of the report: untrusted text is inert, nothing is loaded, figures show their data.
 
-Modules: `report/charts.py`, `report/figures.py`, `report/formats.py`, `report/frontier.py`,
-`report/html.py`.
+Modules: `report/formats.py`, `report/html.py`.
 """
 
 import base64
@@ -12,23 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
 import pytest
 import report_run
-from matplotlib.figure import Figure as Canvas
-from report_run import CARD, answers, begin, change, configs, metrics, report, with_limit, with_policies, write_run
+from report_run import CARD, answers, begin, change, configs, report, write_run
 
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.report import charts, frontier, page
-from rlhf_cli.report.charts import WinRateRow
+from rlhf_cli.report import charts, page
 from rlhf_cli.report.formats import INVISIBLE, visible
-from rlhf_cli.report.rules import Band
-from rlhf_cli.runs.read import at_step, read_run
-from rlhf_cli.runs.report import Report
+from rlhf_cli.runs.read import read_run
 
 VOID = {"meta", "input", "br"}
 # Control characters, direction overrides, zero-width characters.
@@ -162,154 +156,11 @@ def test_alarms_and_healthy_ranges_are_drawn(plain: str) -> None:
     assert len(figures) == plain.count("<svg ") and all(figures), "every figure has a description"
 
 
-@pytest.mark.full
-def test_unhealthy_figures_come_first_and_first_alarms_are_marked(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "demo")
-    log = metrics(policy__approxkl_avg=[0.5] * 20, policy__clipfrac_avg=[0.2] * 20, objective__repetition=[0.0] * 20)
-    write_jsonl(folder / "ppo/metrics.jsonl", log)
-    firings = [{"step": step, "signal": signal} for step, signal in ((3, "kl"), (5, "eos"), (6, "kl"), (9, "eos"))]
-    write_jsonl(folder / "ppo/watchdog.jsonl", firings)
-    html = page.of_run(read_run(folder))
-    ppo = html[html.index('id="ppo"') : html.index('id="frontier"')]
-    shown = re.findall(r'<figure class="card (\w+).*?<code>(.*?)</code>', ppo, re.S)
-    first = [("bad", "policy/approxkl_avg"), ("look", "policy/clipfrac_avg"), ("good", "objective/scores")]
-    assert shown[:3] == first and shown[-1] == ("good", "objective/repetition"), "constant metrics are last"
-    assert set(re.findall(r'-series-alarm-(\d+)"', html)) == {"3", "5"}
-
-
 # Figures
 
 
 def drawn(draw: Callable, *data: Any, name: str = "x", **options: Any) -> ElementTree.Element:
     return ElementTree.fromstring(str(charts.draw_svg(name, "about", charts.CARD, partial(draw, *data, **options))))
-
-
-def group(root: ElementTree.Element, name: str) -> ElementTree.Element:
-    (found,) = [each for each in root.iter("g") if each.get("id", "").endswith(f"series-{name}")]
-    return found
-
-
-def corners(element: ElementTree.Element) -> list[tuple[float, float]]:
-    """The corners of the first path, at the place where it is used."""
-    path, use = next(element.iter("path")), next(element.iter("use"), ElementTree.Element("use"))
-    left, top = float(use.get("x", 0)), float(use.get("y", 0))
-    return [(left + float(x), top + float(y)) for x, y in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path.get("d", ""))]
-
-
-def height(root: ElementTree.Element, name: str) -> float:
-    ys = [y for _, y in corners(group(root, name))]
-    return max(ys) - min(ys)
-
-
-def test_a_curve_goes_through_its_points_and_the_visible_part_of_its_range_is_shaded() -> None:
-    root = drawn(charts.draw_curves, {"one": [(1, 0.0), (2, 4.0), (3, 2.0)], "two": [(1, 1.0), (3, 1.0)]})
-    (x1, y1), (x2, y2), (x3, y3) = corners(group(root, "one"))
-    assert x3 - x2 == pytest.approx(x2 - x1) and x2 > x1
-    assert (y3 - y2) / (y1 - y2) == pytest.approx(0.5, abs=1e-4), "SVG counts downwards"
-    assert len(corners(group(root, "two"))) == 2
-    assert {"one", "two", "update"} <= {text.text for text in root.iter("text")}
-    root = drawn(charts.draw_curves, {"a": [(1, 0.0), (2, 10.0)]}, band=Band([2.0, 2.0], [100.0, 100.0]))
-    line, shade = corners(group(root, "a")), corners(group(root, "healthy"))
-    zero, ten = line[0][1], line[1][1]
-    bottom, top = max(y for _, y in shade), min(y for _, y in shade)
-    assert (zero - bottom) / (zero - ten) == pytest.approx(0.2, abs=1e-4)
-    assert (zero - top) / (zero - ten) == pytest.approx(1.15, abs=1e-4), "to the edge of the panel"
-
-
-def test_win_rates_are_at_their_values() -> None:
-    rows = [("wins", 0.75, [0.7, 0.8]), ("loses", 0.25, [0.2, 0.3]), ("open", 0.5, [0.4, 0.6]), ("alone", 0.5, None)]
-    root = drawn(charts.draw_win_rates, [WinRateRow(*row) for row in rows])
-    dots = [next(group(root, f"win-{label}").iter("use")) for label, _, _ in rows]
-    x = [float(dot.get("x", "")) for dot in dots]
-    assert x[0] - x[2] == pytest.approx(x[2] - x[1], abs=1e-3) and x[2] == x[3] and x[0] > x[1]
-    styles = [str(dot.get("style")) for dot in dots]
-    assert [name in style for name, style in zip(("line-1", "line-2", "muted", "line-1"), styles, strict=True)] == [
-        True
-    ] * 4
-
-
-def test_the_selected_policy_has_a_ring() -> None:
-    evaluation = report()
-    root = drawn(frontier.draw_panel, "gold", Report.model_validate(evaluation), frontier.ON_PAGE)
-    assert len(list(group(root, "selected-update-10").iter("use"))) == 1
-    assert len(list(group(root, "PPO-snapshots").iter("use"))) == 4, "SFT and three policies"
-    del evaluation["selected_step"]
-    root = drawn(frontier.draw_panel, "gold", Report.model_validate(evaluation), frontier.ON_PAGE)
-    assert "selected" not in ElementTree.tostring(root, "unicode")
-
-
-@pytest.mark.full
-def test_policies_beside_and_between_sft_and_ppo_are_on_the_frontier(tmp_path: Path) -> None:
-    evaluation = with_policies()
-    for has_snapshots in (True, False):
-        shown = {key: row for key, row in evaluation.items() if has_snapshots or not key.startswith(("front", "sel"))}
-        root = drawn(frontier.draw_panel, "gold", Report.model_validate(shown), frontier.ON_PAGE)
-        text = ElementTree.tostring(root, "unicode")
-        assert len(list(group(root, "between-SFT-and-PPO").iter("use"))) == 4, "SFT, two shares and PPO"
-        assert len(list(group(root, "dpo").iter("use"))) == 1
-        assert all(f">{label}<" in text for label in ("0.3", "0.7", "dpo")), "labels beside the points"
-        assert len(list(group(root, "PPO-snapshots" if has_snapshots else "PPO").iter("use"))) == (
-            4 if has_snapshots else 2
-        )
-    text = page_with_frontiers(write_run(tmp_path / "run", evaluation=evaluation))
-    assert "PPO over dpo by judge gold: 0.630 [0.570, 0.690] at 12.30 nats against 4.00 nats: PPO is better." in text
-    assert "Share 0.3: 0.5 at 2 nats; share 0.7: 0.6 at 5 nats; dpo: 0.4 at 4 nats." in text
-    assert "SFT + share (PPO - SFT)" in text and text.count("<td>PPO over dpo</td>") == 2
-    at_ten = at_step(read_run(tmp_path / "run"), "10").report
-    assert at_ten is not None and at_ten.interpolated is None and "ppo_vs_dpo" not in at_ten.win_rate
-
-
-def page_with_frontiers(run: Path) -> str:
-    """The page without its other figures, which take seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        report_run.draws_nothing(patch)
-        kinds = {True: report_run.DRAW_SVG, False: charts.draw_svg}
-        patch.setattr(charts, "draw_svg", lambda name, *rest: kinds[name.startswith("frontier")](name, *rest))
-        return page.of_run(read_run(run))
-
-
-def plotted(judge: str, evaluation: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """The points of a panel by the label of their series."""
-    axis = Canvas().subplots()
-    frontier.draw_panel(judge, Report.model_validate(evaluation), frontier.IN_FILE, axis)
-    lines = {each.get_label(): each[0] for each in axis.containers} | {
-        line.get_label(): line for line in axis.get_lines() if not str(line.get_label()).startswith("_")
-    }
-    return {str(label): [*map(tuple, line.get_xydata().tolist())] for label, line in lines.items()}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("has_snapshots", [True, False])
-@pytest.mark.parametrize("policies", [True, False])
-def test_the_panel_of_the_reward_has_the_scores_of_the_limit(
-    tmp_path: Path, *, has_snapshots: bool, policies: bool
-) -> None:
-    """They are 1 below the judge's means; the other panels have no limit, and its absence changes no other point."""
-    evaluation = with_limit(with_policies() if policies else report())
-    if not has_snapshots:
-        for key in ("frontier", "selected_step", "selected"):
-            del evaluation[key]
-    own = plotted("reward", {key: row for key, row in evaluation.items() if key != "limit"})
-    shown = plotted("reward", evaluation)
-    assert shown.pop("limit") == [(0.0, -1.0), (1.0, 0.5)]
-    assert shown == {
-        label: [(pytest.approx(kl), pytest.approx(mean - 1)) for kl, mean in each] for label, each in own.items()
-    }
-    ppo = {"PPO snapshots", "selected: update 10"} if has_snapshots else {"PPO"}
-    others = {"between SFT and PPO", "dpo"} if policies else set()
-    assert shown.keys() == {"SFT and its best of n (KL bound)"} | ppo | others
-    assert plotted("gold", evaluation).keys() == shown.keys()
-    html = page_with_frontiers(write_run(tmp_path / "run", evaluation=evaluation))
-    assert html.count('series-limit"') == 1 and "The picture shows the score by the reward model, less 1 for" in html
-    frontier.draw_file(Report.model_validate(evaluation), tmp_path / "frontier.svg")
-    assert 'series-limit"' in (tmp_path / "frontier.svg").read_text()
-
-
-def test_bars_and_histograms_have_the_heights_of_their_counts() -> None:
-    root = drawn(charts.draw_margins, [1, 3], [0.0])
-    assert height(root, "bar-1") / height(root, "bar-0") == pytest.approx(3, abs=1e-3)
-    root = drawn(charts.draw_lengths, {"SFT": [1, 1, 1, 9], "PPO": [9, 9, 9, 9]})
-    assert height(root, "PPO") / height(root, "SFT") == pytest.approx(4 / 3, abs=1e-3)
 
 
 @pytest.mark.full

@@ -1,6 +1,6 @@
 """A language model as a reward of `rlhf ppo`, which a stand-in plays: what it is asked, faults, kills, processes.
 
-Modules: `judges/costs.py`, `stages/ppo/reward_judges.py`, `stages/ppo/sft_answers.py`.
+Modules: `stages/ppo/reward_judges.py`, `stages/ppo/sft_answers.py`.
 """
 
 import json

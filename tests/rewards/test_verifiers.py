@@ -1,27 +1,12 @@
-"""Verifiers by hand, what they refuse, and what code under unit tests cannot do.
+"""Verifiers by hand, what they refuse, and what code under unit tests cannot do."""
 
-Modules: `rewards/answers.py`, `rewards/expected.py`, `rewards/sandbox.py`, `rewards/sandboxed.py`.
-"""
-
-import collections
-import http
-import itertools
 import json
-import marshal
-import math
 import os
 import random
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import hostile_code
 import psutil
@@ -34,18 +19,12 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.rewards import answers, sandbox, sandboxed
 from rlhf_cli.rewards.function import RewardContext, make_reward_fn, score_texts
 from rlhf_cli.rewards.signature import TextRows, check_columns
-from rlhf_cli.rewards.verifiers import unit_tests
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}
 NESTED = {"type": "array", "items": {"$ref": "#"}}
 STANDARD = "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: 'int'\n"
 PATCHED = ("exec", "compile")
 DEEP, LONG = "[" * 50_000, "x" * 100_000
-
-
-class Point(NamedTuple):
-    x: int
-    y: int
 
 
 def build(name: str, **parameters: Any) -> Any:
@@ -266,184 +245,9 @@ def processes_of(run: int) -> list[psutil.Process]:
 
 
 @pytest.mark.full
-def test_code_that_never_ends_is_stopped_by_its_cpu_time_or_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "WAIT_SECONDS", 1.0)
-    for code, at_least, at_most in (("while True: pass", 0.8, 9), ("import time\ntime.sleep(999)", 3, 20)):
-        before = time.perf_counter()
-        assert sandbox.passed_tests(code, [""], seconds=1.0, megabytes=128) == [False]
-        assert at_least < time.perf_counter() - before < at_most
-    assert not processes_of(os.getpid())
-
-
-RUN = """
-from rlhf_cli.rewards.sandbox import on_all_cpus, passed_tests
-on_all_cpus(lambda n: passed_tests("import time; time.sleep(99)", [""], seconds=60.0, megabytes=64), range(9))
-"""
-
-
-@pytest.mark.parametrize("seconds", [0, 0.3])
-def test_no_process_outlives_a_run_that_is_killed(seconds: float) -> None:
-    """While it starts, or sleeps."""
-    with subprocess.Popen([sys.executable, "-c", RUN]) as run:
-        wait_until(lambda: processes_of(run.pid))
-        time.sleep(seconds)
-        run.kill()
-    wait_until(lambda: not processes_of(run.pid))
-
-
-def test_a_process_whose_run_ended_before_it_started_runs_no_code(tmp_path: Path) -> None:
-    job = tmp_path / "job"
-    job.write_bytes(marshal.dumps(("token", "while True: pass", [], 60.0, 128)))
-    with job.open() as file:
-        done = subprocess.run(
-            [sys.executable, "-I", sandboxed.__file__, "1"], stdin=file, capture_output=True, timeout=30
-        )
-    assert done.stdout == b"the run has ended"
-
-
-def wait_until(holds: Callable[[], Any]) -> None:
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def test_what_the_caller_set_for_python_and_its_secrets_do_not_reach_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("sitecustomize", "usercustomize", "marshal", "json", "mine"):
-        (tmp_path / f"{module}.py").write_text("import os; os._exit(3)")
-    (tmp_path / "secret").write_text("planted")
-    paths = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONPLATLIBDIR")
-    values = {"PYTHONSTARTUP": "mine.py", "PYTHONOPTIMIZE": "1", "PYTHONINSPECT": "1", "MY_KEY": "planted"}
-    for name, value in {**dict.fromkeys(paths, str(tmp_path)), **values, "LD_LIBRARY_PATH": ".:"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    code = f"""
-import json, os, sys
-seen = [text for text in [*os.environ, *os.environ.values(), *sys.path] if "PY" in text or "planted" in text]
-for path in {str(tmp_path / "secret")!r}, "/etc/passwd", f"/proc/{{os.getppid()}}/environ", "/proc/self/cmdline":
-    try:
-        seen.append(open(path).read())
-    except OSError:
-        pass
-"""
-    assert scores("unit_tests", [(code, ["assert seen == []", "assert json.loads('[]') == []"])]) == [1]
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("test", ["{0}", pytest.param("assert f({0}) == {0}", marks=pytest.mark.slow)])
 def test_60000_tests_of_a_right_answer(test: str) -> None:
     assert scores("unit_tests", [("def f(x): return x", [test.format(index) for index in range(60_000)])]) == [1]
-
-
-def test_a_response_does_not_keep_the_search_for_its_code_busy() -> None:
-    before = time.process_time()
-    for odd in ("a" * 20_000, " " * 20_000, " " * 10_000 + "a" * 10_000):
-        text = f"```{odd}`\n"
-        assert answers.last_code_block(text, "py") == text
-    assert time.process_time() - before < 1  # 24 s if it tried each way to divide the line
-
-
-def test_values_have_one_fingerprint_if_they_are_equal() -> None:
-    """By Python's own comparison of all pairs."""
-    collection = [collections.Counter("aab"), collections.OrderedDict(b=1, a=2), {"a": 2, "b": 1}, {"b": 1, "a": 2}, {}]
-    numbers = [
-        0,
-        1,
-        1.0,
-        True,
-        -0.0,
-        0.5,
-        Fraction(1, 2),
-        Decimal("0.5"),
-        Decimal("0.1"),
-        0.1,
-        1 + 0j,
-        1j,
-        2**70,
-        2.0**70,
-    ]
-    numbers += [10**400, math.inf, -math.inf, Decimal("-Infinity"), math.nan, -1, http.HTTPStatus.OK, 200]
-    texts = ["", "a", "1", "\ud800", "[1]", b"", b"a", bytearray(b"a"), "'", '"', "a','b", None, ...]
-    lists = [[], (), [1], (1,), [1.0], [[1]], ["a", "b"], ["a','b"], [(), []], Point(1, 2), (1, 2), [1, 2], ["1"]]
-    sets = [set(), {1}, frozenset({1.0}), {(1, 2)}, {1: 0}.keys(), {"a", "b"}, {"b", "a"}, {1, 2}, {frozenset()}]
-    values = [*numbers, *texts, *lists, *sets, *collection]
-    for one, other in itertools.product(values, values):
-        same = sandboxed.fingerprint(one) == sandboxed.fingerprint(other)
-        assert same == (one == other) or one is other is math.nan, (one, other)
-    assert {sandboxed.fingerprint(each) for each in (object(), print, [object()], iter([]))} == {"-"}
-
-
-CHECK = "def check(g):\n    {}assert g(1) == 1\n    assert g(2) == 2\n"
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("test", "taken_out"),
-    [
-        ("assert f(1) == 1", 1),
-        ("assert 1 == f(1), 'no'", 1),
-        ("assert f(1) == 1 and f and -1 == f(-1)", 2),
-        ("assert f(1) == 1 or f(2) == 3", 0),
-        ("assert f(1) == f(1) != 2", 0),
-        ("assert 1 == 1 and f(1) and f(1) is 1", 0),
-        ("assert abs(f(1) - 1) < 1e-6\nassert abs(1.01 - f(1)) <= 0.02", 2),
-        ("assert abs(f(1) - f(1)) < 1 and abs(f(0) - 1) > 0 and abs(f(1) - 1) < f(1)", 0),
-        ("x = 1\nfor x in [1, 2]:\n    assert f(x) == x\nassert f(x) == 2", 1),
-        ("try:\n    assert f(1) == 2\nexcept AssertionError:\n    pass\nif f(1):\n    assert f(2) == 2", 0),
-        (CHECK.format("") + "check(f)\nassert f(3) == 3", 3),
-        (CHECK.format("") + "[check(f) for _ in '12']", 0),
-        (CHECK.format("for x in []:\n        return\n    ") + "check(f)", 0),
-        (CHECK.format("yield\n    ") + "check(f)", 0),
-        ("@staticmethod\n" + CHECK.format("") + "check(f)", 0),
-        (CHECK.format("") + "def check(g):\n    assert g(5) == 5\ncheck(f)\ncheck(f)", 1),
-        ("class C:\n    assert f(1) == 1\nassert [f(1), {2: f(2)}] == [1, {2: 2}]", 1),
-        ("assert (y := f(3)) == 3\nassert y == 3", 2),
-        ("assert {f(1)} == {1} == {1}\nassert f(1) != {}", 0),
-    ],
-)
-def test_expected_values_are_taken_out_where_a_passed_test_has_compared_them(test: str, taken_out: int) -> None:
-    """The right function passes, without a warning; one whose value equals all does not where a value is taken out."""
-    split = sandbox._split((test,))[0]
-    assert len(split.checks) == taken_out
-    wrong = "def f(x):\n    class Equal:\n        __eq__ = lambda *a: True\n    return Equal()"
-    assert sandbox.passed_tests("def f(x): return x", [test], seconds=1.0, megabytes=64) == [True]
-    if taken_out:
-        assert sandbox.passed_tests(wrong, [test], seconds=1.0, megabytes=64) == [False]
-
-
-def test_assertions_are_not_removed_where_python_removes_them() -> None:
-    code = "from rlhf_cli.rewards.sandbox import passed_tests\n"
-    code += "print(passed_tests('f = lambda x: 0', ['assert f(1)', 'assert f(1) == 1'], seconds=1.0, megabytes=64))"
-    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)
-    assert done.stdout == "[False, False]\n", done.stderr
-
-
-def test_e01_linux_that_cannot_hide_files_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sandboxed, "_landlock", lambda *arguments: -1)  # ENOSYS
-    assert not sandboxed._hide_files()
-    monkeypatch.setattr(unit_tests, "hides_files", lambda **limits: False)
-    build("unit_tests")
-    build("unit_tests")
-    assert capsys.readouterr().err.count("warning[E01]: builtin unit_tests: ") == 1
-
-
-def test_a_machine_too_busy_to_start_a_process_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "START_SECONDS", 0.0)
-    with pytest.raises(sandbox.SandboxError, match="could not start"):
-        sandbox.passed_tests("", ["1"], seconds=1.0, megabytes=64)
-
-
-def test_as_many_processes_at_once_as_this_one_has_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container or a scheduler may give it fewer than the machine has."""
-    sizes: list[int] = []
-    monkeypatch.setattr(sandbox.os, "sched_getaffinity", lambda process: {0, 5, 7})
-    monkeypatch.setattr(sandbox, "ThreadPoolExecutor", lambda size: sizes.append(size) or ThreadPoolExecutor(size))
-    assert scores("unit_tests", [("a = 1", "assert a")]) == [1] and sizes == [3]
 
 
 def test_c17_a_machine_that_cannot_limit_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,74 +1,24 @@
-"""The output folder of a stage: its identity, its status, its lock and the manifest written last.
-
-Modules: `runs/locks.py`.
-"""
+"""The output folder of a stage: its status, its old output and the manifest written last."""
 
 import json
-import os
-import time
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from fake_config import FakeConfig, begin, complete, make_stage, open_parent, other_process, write_model
+from fake_config import FakeConfig, begin, complete, make_stage, open_parent, write_model
+from ppo_folder import rlhf
 
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import file_sha256
 from rlhf_cli.runs import stage_folder
-from rlhf_cli.runs.locks import lock_folder, lock_owner, lock_path
+from rlhf_cli.runs.stage_folder import detect_moved_folder
 
 
 def status(config: FakeConfig) -> runs.StageStatus:
     return runs.stage_status(config, runs.compute_identity(config, {}, {}))
-
-
-def test_differences_read_like_a_changelog() -> None:
-    old = {
-        "config": {"ppo": {"kl_coef": 0.05, "whiten": True}, "rewards": {}, "gone": 1, "f": {"x": None}},
-        "parents": {"models.sft": "a", "models.reward": "b"},
-        "data": {"data.prompts": "c"},
-    }
-    new = {
-        "config": {"ppo": {"kl_coef": 0.1, "whiten": False, "x": 3}, "rewards": {"short": {"weight": 1.0}}},
-        "parents": {"models.sft": "z", "models.reward": "b", "models.value": "v"},
-        "data": {"data.prompts": "y"},
-    }
-    assert set(runs.identity_difference(old, new)) == {
-        "ppo.kl_coef 0.05 -> 0.1",
-        "ppo.whiten true -> false",
-        "ppo.x: new key 3",
-        "gone: no longer set (was 1)",
-        "rewards.short.weight: new key 1.0",
-        "models.sft: other weights",
-        "models.value: was not set",
-        "data.prompts: other content",
-    }
-    assert runs.identity_difference(old, old) == []
-    assert runs.identity_difference({"config": {"f": {"x": None}}}, {}) == ["f.x: no longer set (was null)"]
-    assert "ppo.x: new key 3" not in runs.identity_difference(old, new, {"ppo.x": 3})  # a newer version added the key
-    assert "ppo.x: new key 3" in runs.identity_difference(old, new, {"ppo.x": 4})
-
-
-def test_identity_follows_content_and_not_dates_and_all_missing_files_are_named(tmp_path: Path) -> None:
-    path, config = tmp_path / "rows.jsonl", FakeConfig(tmp_path)
-
-    def identity() -> dict:
-        return runs.compute_identity(config, {}, {"data.train": DataSource.of(path)})
-
-    path.write_text("{}\n")
-    first = identity()
-    os.utime(path, (1, 1))
-    assert identity() == first
-    path.write_text("{} \n")
-    assert runs.identity_difference(first, identity()) == ["data.train: other content"]
-    (tmp_path / "rows.jsonl").write_text("")
-    data = {f"data.{name}": DataSource.of(tmp_path / name) for name in ("row.jsonl", "nothing-like-it")}
-    with pytest.raises(RLHFError) as caught:
-        runs.compute_identity(FakeConfig(tmp_path), {}, data)
-    assert [problem.code for problem in caught.value.problems] == ["D01", "D01"]
-    assert f"did you mean {tmp_path}/rows.jsonl?" in str(caught.value)
 
 
 def test_a_stage_is_new_then_resumes_then_is_finished(tmp_path: Path) -> None:
@@ -239,37 +189,6 @@ def test_a_run_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None
     ]
 
 
-def test_a_lock_names_its_process_as_long_as_it_runs(tmp_path: Path) -> None:
-    config, folder, lock = FakeConfig(tmp_path), tmp_path / "sft", lock_path(tmp_path / "sft")
-    assert lock_owner(folder) is None
-    with other_process("lock_folder", folder) as other:
-        before = lock.read_bytes()
-        owner = lock_owner(folder)
-        assert owner and owner.pid == other.pid and abs(owner.since - time.time()) < 60
-        with pytest.raises(RLHFError, match=f"C15.*another process is writing {folder}: process {other.pid}, for "):
-            begin(config)
-        assert lock.read_bytes() == before  # the refused process does not change it
-        lock_path(tmp_path / "copy").write_bytes(before)
-        assert lock_owner(tmp_path / "copy") is None  # no process writes the copy
-        other.kill()
-        deadline = time.monotonic() + 10
-        while lock_owner(folder) and time.monotonic() < deadline:  # a zombie until it is waited for
-            time.sleep(0.01)
-        assert lock_owner(folder) is None and lock.read_bytes() == before
-    lock_folder(folder)
-    owner = lock_owner(folder)
-    assert owner and owner.pid == os.getpid()
-    record = json.loads(lock.read_text())
-    lock.write_text(json.dumps(record | {"started": 1.0}))  # the process has ended, and its number was reused
-    assert lock_owner(folder) is None
-    lock.write_text(json.dumps(record | {"host": "elsewhere", "pid": 2**22 + 1}))
-    assert str(lock_owner(folder)).startswith("process 4194305 on elsewhere, for ")
-    runs.release()
-    assert lock.read_bytes() == b"" and lock_owner(folder) is None
-    assert begin(config) == "new"
-    runs.release()
-
-
 def test_a_checkpoint_is_worth_it_if_it_is_short_or_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(stage_folder.time, "monotonic", lambda: now)
@@ -290,3 +209,37 @@ def test_a_checkpoint_is_worth_it_if_it_is_short_or_rare(monkeypatch: pytest.Mon
 
     save(short, 0.9)
     assert short.is_worth_it()
+
+
+def test_e08_a_run_that_is_deleted_while_it_is_written(tmp_path: Path) -> None:
+    config = FakeConfig(tmp_path)
+    runs.start_stage(config, runs.compute_identity(config, {}, {}), {}, fresh=False)
+    with pytest.raises(RLHFError, match=r"E08.*sft was moved or deleted while"), detect_moved_folder(config.folder):
+        shutil.rmtree(config.folder)
+        (config.folder / "metrics.jsonl").open("a")
+    runs.release()
+    with pytest.raises(FileNotFoundError), detect_moved_folder(config.folder):  # a folder that was never this process's
+        (config.folder / "metrics.jsonl").open("a")
+
+
+def test_old_with_other_names_and_old_that_is_a_file(tmp_path: Path) -> None:
+    config = FakeConfig(tmp_path)
+    identity = runs.compute_identity(config, {}, {})
+    make_stage(tmp_path, "sft")
+    for name in ("sft-backup2", "sft-2b", "sft-٣", "sft-7", "sft-"):
+        (tmp_path / ".old" / name).mkdir(parents=True)
+    runs.start_stage(config, identity, {}, fresh=True)
+    assert (tmp_path / ".old/sft-8/manifest.json").is_file()
+    shutil.rmtree(tmp_path / ".old")
+    (tmp_path / ".old").write_text("mine")
+    with pytest.raises(RLHFError, match=r"C15.*\.old is a file"):
+        runs.start_stage(config, identity, {}, fresh=True)
+    assert (tmp_path / ".old").read_text() == "mine" and (tmp_path / "sft/identity.json").is_file()
+
+
+def test_s03_a_run_whose_name_is_too_long(folder: Path) -> None:
+    for name in ("r" * 300, "é" * 130, "/".join(["deep"] * 800)):
+        for command in (["check", "sft.yaml"], ["sft", "--config", "sft.yaml"]):
+            result = rlhf(*command, "-s", f"run={name}")
+            assert result.exit_code == 2 and result.stderr.startswith("error[S03]: --set run: "), result.output
+    assert rlhf("check", "sft.yaml", "-s", f"run={'r' * 255}").exit_code == 0

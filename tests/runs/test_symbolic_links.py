@@ -1,7 +1,4 @@
-"""Links in a run that lead elsewhere: what lies there is neither deleted nor changed, unless this run wrote it.
-
-Modules: `files.py`.
-"""
+"""Links in a run that lead elsewhere: what lies there is neither deleted nor changed, unless this run wrote it."""
 
 import errno
 import json
@@ -318,15 +315,3 @@ def test_c15_init_deletes_nothing_through_a_link(here: Path, name: str, target: 
     before = contents(here)
     assert is_one_error(rlhf("init", "ci", "run"), "C15", f"{name} was not made by rlhf")
     assert contents(here) == before and (here / "run" / name).is_symlink()
-
-
-@pytest.mark.parametrize("kind", ["link", "folder"])
-def test_c15_a_lock_that_is_no_file(here: Path, kind: str) -> None:
-    must_succeed(rlhf("init", "ci", "run"))
-    lock = here / "run/.init.lock"
-    if kind == "link":
-        lock.symlink_to(here / "mine")
-    else:
-        lock.mkdir()
-    assert is_one_error(rlhf("init", "ci", "run"), "C15", ".init.lock is a link or a folder")
-    assert os.path.lexists(lock) and not (here / "mine").exists()

@@ -1,6 +1,5 @@
 """Files and folders that cannot be read now: every command ends with a code, and none takes them for damaged (E08)."""
 
-import errno
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from rlhf_cli.config.loading import load
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import locate_files
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.files import HASH_DIFFERS, read_json_object
+from rlhf_cli.files import HASH_DIFFERS
 from rlhf_cli.pipeline import children
 from rlhf_cli.pipeline.decide import compute_status
 
@@ -56,21 +55,6 @@ def test_e08_what_cannot_be_read_is_not_trained_again(stage: str, name: str, run
         assert "damaged" not in (status := rlhf("status", run)).stdout and status.exit_code == 0
     assert contents(run) == before and not (run / ".old").exists()
     assert compute_status(load(stage, run / f"{stage}.yaml")).state == "finished"
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT])
-def test_only_an_absent_file_is_missing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "manifest.json"
-    assert read_json_object(path) is None and read_json_object(path / "below a file") is None
-    path.write_text("{}")
-
-    def broken(self: Path, *args: Any, **kwargs: Any) -> str:
-        raise OSError(number, "a network disk", str(self))
-
-    monkeypatch.setattr(Path, "open", broken)
-    with pytest.raises(RLHFError, match=r"error\[E08\]: .*manifest.json cannot be read now: a network disk") as caught:
-        read_json_object(path)
-    assert caught.value.exit_code == 1
 
 
 def test_weights_that_cannot_be_read_when_a_stage_begins(tmp_path: Path) -> None:

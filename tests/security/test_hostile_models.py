@@ -1,7 +1,4 @@
-"""Malicious or damaged model folders: each ends in an error code, quickly, and prints no control characters.
-
-Modules: `data/template_trial.py`.
-"""
+"""Malicious or damaged model folders: each ends in an error code, quickly, and prints no control characters."""
 
 import gzip
 import json
@@ -86,43 +83,8 @@ def test_m01_a_file_that_cannot_be_so_large(folder: Path, name: str) -> None:
 
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-GROW = "{%% set n = namespace(x=%s, y=%s) %%}{%% for a in range(99999) %%}%s{%% endfor %%}"
 TOO_LONG = "the chat template takes more than 0.3 s for one conversation"
 TOO_LARGE = "the chat template needs more than 1.0 GB for one conversation"
-TOO_DEEP = "the chat template calls itself without end, or is nested too deeply"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("template", "code", "says"),
-    [
-        (LOOPS, "M01", TOO_LONG),
-        (GROW % (7, 0, "{% set n.x = n.x * 7 + n.x %}"), "M01", TOO_LONG),
-        # Python handles no signal while it compares nested lists.
-        (
-            GROW.replace("99999", "60") % ("[1]", "[1]", "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}")
-            + "{{ n.x == n.y }}",
-            "M01",
-            TOO_LONG,
-        ),
-        (LOOPS + "{% generation %}x{% endgeneration %}{{ messages | tojson(ensure_ascii=False) }}", "M01", TOO_LONG),
-        ("{{ 'x' * 10**11 }}", "M01", TOO_LARGE),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "M01", TOO_DEEP),
-        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "M01", TOO_DEEP),
-        ("{{ messages | length // 0 }}", "D06", "rejects the conversation: integer division or modulo by zero"),
-    ],
-    ids=["loops", "number", "comparison", "generation", "text", "macro", "brackets", "raises"],
-)
-def test_a_chat_template_that_does_not_end_or_fails(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, template: str, code: str, says: str
-) -> None:
-    """The first conversation is an error, with any data.on_bad."""
-    monkeypatch.setattr(tokens, "RENDER_TIMEOUT", 0.3)
-    jsonl.write_jsonl(folder / "rows.jsonl", [{"messages": TURNS}] * 8)
-    (folder / "model/chat_template.jinja").write_text(template)
-    result = check("sft.yaml", "-s", "data.on_bad=drop")
-    assert f"error[{code}]: " in result.stderr and says in result.stderr, result.stderr
-    assert result.exit_code == 2 and result.stderr.count("error[") == 1, result.stderr
 
 
 @pytest.mark.full

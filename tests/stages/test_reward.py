@@ -1,6 +1,6 @@
 """`rlhf reward`: real training by TRL's RewardTrainer on a tiny model.
 
-Modules: `stages/common/held_out.py`, `stages/common/scoring.py`.
+Modules: `stages/common/held_out.py`.
 """
 
 import math
@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 import trl_stage
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from trl_stage import base_padded_with_eos, manifest_of, metrics_of, signal_at, train, trainer_of
+from trl_stage import manifest_of, metrics_of, signal_at, train, trainer_of
 
 from rlhf_cli import data, jsonl, runs
 from rlhf_cli.config.base import Options
@@ -24,7 +23,7 @@ from rlhf_cli.models import forward, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.load import load_reward_model
 from rlhf_cli.stages import reward
-from rlhf_cli.stages.common import scoring, training_rows
+from rlhf_cli.stages.common import training_rows
 from rlhf_cli.statistics import share_interval
 from tests.conftest import World
 
@@ -139,41 +138,6 @@ def test_probes_are_the_scores_that_ppo_finds(
     assert ("reward_mean" in manifest) == hasattr(scorer.config, "reward_std") == (normalize == "sft")
 
 
-def test_probes_in_bfloat16_are_marked_and_checked_in_it(
-    world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model trains and is measured in bfloat16; in that format PPO finds nearly the same scores."""
-    config = config_of(world, tmp_path, sft_stage, reward={"bf16": True})
-    manifest = train(config)
-    assert manifest["probes_dtype"] == "bfloat16"
-    formats, score = list[bool](), forward.pooled_scores
-    monkeypatch.setattr(
-        forward, "pooled_scores", lambda *given: formats.append(torch.is_autocast_enabled("cpu")) or score(*given)
-    )
-    parent = runs.open_parent(str(config.folder), expect=("reward",), key="models.reward", where="")
-    scorer = load_reward_model(config.folder / "model").eval()
-    scoring.check_probes(scorer, parent, where="")
-    assert formats and all(formats)
-    scorer.score.weight.data *= -1
-    with pytest.raises(RLHFError, match="M09"):
-        scoring.check_probes(scorer, parent, where="")
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_adapters_are_measured_beside_a_base_in_bfloat16(
-    bf16: bool, world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sum that is stored in bfloat16 would lose their small changes; a float32 base has them added."""
-    measured, card = list[Any](), reward.make_report_card
-    monkeypatch.setattr(
-        reward, "make_report_card", lambda config, scorer, *rest: measured.append(scorer) or card(config, scorer, *rest)
-    )
-    model = {"path": str(sft_stage), "adapters": {"kind": "lora"}}
-    train(config_of(world, tmp_path, sft_stage, model=model, reward={"bf16": bf16, "normalize": "none"}))
-    (scorer,) = measured
-    assert any(isinstance(layer, LoraLayer) for layer in scorer.modules()) == bf16
-
-
 @pytest.mark.parametrize(("coefficient", "margin"), [(0.0, None), (0.5, None), (0.0, 2.0), (0.5, 2.0)])
 def test_the_loss_is_bradley_terry_with_margin_and_centring(
     world: World, tmp_path: Path, sft_stage: Path, coefficient: float, margin: float | None
@@ -212,21 +176,6 @@ def test_implicit_prompts_of_conversations(world: World, tmp_path: Path) -> None
     assert tokenizer.decode(probe["prompt_ids"]).startswith("<|im_start|>user\nTell me about the ")
     assert tokenizer.decode(probe["prompt_ids"]).endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert manifest["template_sha256"] == tokenizers.template_sha256(tokenizer)
-
-
-def test_t01_with_a_new_pad_token_the_score_is_read_at_the_stop_token(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = config_of(world, tmp_path, base_padded_with_eos(world, tmp_path))
-    manifest = train(config)
-    assert "warning[T01]" in capsys.readouterr().err
-    scorer = AutoModelForSequenceClassification.from_pretrained(config.folder / "model").eval()
-    assert scorer.config.pad_token_id == manifest["special_tokens"]["pad"] == len(world.tokenizer())
-    probe = manifest["probes"][0]
-    ids = torch.tensor([probe["prompt_ids"] + probe["response_ids"]])
-    with torch.no_grad():
-        score = float(scorer.score(scorer.model(ids).last_hidden_state[:, -1]))
-    assert (score - manifest["reward_mean"]) / manifest["reward_std"] == pytest.approx(probe["score"], abs=1e-4)
 
 
 def test_a_stopped_run_resumes_to_the_same_weights_and_metrics(world: World, tmp_path: Path, sft_stage: Path) -> None:

@@ -1,6 +1,6 @@
-"""How `rlhf init preferences` splits pairs, chooses token limits and sizes, and measures the speed of a model.
+"""How `rlhf init preferences` chooses sizes, and measures the speed of a model.
 
-Modules: `commands/init/limits.py`, `commands/init/pairs.py`, `commands/init/parts.py`.
+Modules: `commands/init/pairs.py`.
 """
 
 import json
@@ -14,18 +14,8 @@ from run_cli import is_one_error, must_succeed, rlhf
 
 from rlhf_cli import jsonl
 from rlhf_cli.commands.init import sizes
-from rlhf_cli.commands.init.limits import TokenCounts, TokenLimits, fit_pairs
-from rlhf_cli.commands.init.parts import balance_lengths, longer_share, most_chosen, split_pairs
-from rlhf_cli.commands.init.sizes import (
-    EPISODES_PER_UPDATE,
-    SizingInputs,
-    Speed,
-    choose_sizes,
-    learning_rate,
-)
-from rlhf_cli.data.readers import RowLocation
-from rlhf_cli.data.texts import Pair, split_key
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.commands.init.limits import TokenLimits
+from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
 from rlhf_cli.models import devices
 from rlhf_cli.planning import duration, placement
 from rlhf_cli.planning.placement import MAX_ROWS, PLACEMENTS, Placement
@@ -38,136 +28,6 @@ PROMPTS = [f"Tell me about the {one} and the {other}." for one in NAMES for othe
 
 def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
-
-
-def pair(prompt: Any, number: int = 1, chosen: str = "Good") -> Pair:
-    return Pair(RowLocation(Path("pairs.jsonl"), number), prompt, f"{chosen} {number}.", f"Bad {number}.", None)
-
-
-# Parts
-
-
-def test_parts_share_no_prompt_keep_every_pair_and_hold_out_at_most_1000_prompts() -> None:
-    pairs = [pair(prompt, number) for number, prompt in enumerate(PROMPTS * 3)]
-    parts = split_pairs(pairs, seed=0)
-    prompts = [{each.prompt for each in part} for part in parts.values()]
-    assert sum(map(len, prompts)) == len(set().union(*prompts)) == len(PROMPTS)
-    assert sorted(each.chosen for part in parts.values() for each in part) == sorted(each.chosen for each in pairs)
-    assert list(map(len, prompts)) == [30, 45, 15, 10]
-    for part in parts.values():  # in random order: evaluations take the first rows
-        numbers = [each.location.number for each in part]
-        assert numbers != sorted(numbers)
-    assert split_pairs(pairs, 1) == split_pairs(pairs, 1) != split_pairs(pairs, 2)
-    parts = split_pairs([pair(f"prompt {number}") for number in range(20_000)], 0)
-    assert len(parts["held-out"]) == 1000 and len(parts["pairs"]) == 10_000
-    with pytest.raises(RLHFError, match=r"^error\[D11\].*19 different prompts"):
-        split_pairs([pair(prompt) for prompt in PROMPTS[:19] * 9], 0)
-
-
-@pytest.mark.parametrize("swaps", [False, True], ids=["the longer is chosen", "the shorter is chosen"])
-def test_balanced_pairs_do_not_tell_by_length_which_answer_was_chosen(swaps: bool) -> None:
-    lengths = [(30, 10), (20, 20), (10, 21), (80, 10), (40, 20), (10, 80), (12, 9), (9, 9), (60, 10), (50, 50)]
-    lengths = [(two, one) if swaps else (one, two) for one, two in lengths]
-    assert balance_lengths(lengths) == [1, 2, 3, 4, 5, 7, 9]  # 10:21 keeps 40:20, 10:80 keeps 80:10
-    assert balance_lengths(lengths[1:2]) == [0] and balance_lengths(lengths[:1]) == []
-    pairs = [replace(pair("x", 0), chosen="a" * one, rejected="b" * two) for one, two in lengths]
-    assert longer_share(pairs) == pytest.approx(2 / 7 if swaps else 5 / 7)
-    assert longer_share(pairs[1:2]) == 0.5
-
-
-def test_conversations_with_the_same_first_message_share_a_part() -> None:
-    longer = [[*chat(text), {"role": "assistant", "content": "Yes?"}, *chat("More.")] for text in PROMPTS]
-    both = [pair(prompt) for text, two in zip(PROMPTS, longer, strict=True) for prompt in (chat(text), two)]
-    parts = split_pairs(both, 0)
-    openings = [{split_key(each.prompt) for each in part} for part in parts.values()]
-    assert sum(map(len, openings)) == len(set().union(*openings)) == len(PROMPTS)
-    assert all(len(part) == 2 * len(keys) for part, keys in zip(parts.values(), openings, strict=True))
-
-
-def test_sft_learns_the_answers_that_were_chosen_most_often() -> None:
-    chosen = ["a", "b", "c", "d", "e", "e", "d"]
-    pairs = [pair("one", 1, answer) for answer in chosen] + [pair("another", 1, "z")]
-    learned = [(each.prompt, each.chosen[0]) for each in most_chosen(pairs)]
-    assert learned == [("one", "a"), ("one", "b"), ("one", "d"), ("one", "e"), ("another", "z")]
-
-
-# Token limits
-
-
-def fitted(lengths: list[tuple[int, int, int]], context: int | None) -> tuple[list[Pair], TokenLimits]:
-    """Fit pairs with these token counts of prompt, chosen and rejected answer, each with another prompt."""
-    pairs = [pair(f"prompt {i}") for i in range(len(lengths))]
-    return fit_pairs(pairs, [TokenCounts(*each) for each in lengths], context)
-
-
-def test_the_answer_length_is_chosen_first(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompts of 30 to 525 tokens in 512 positions: answers of 10 to 109 keep their 90th percentile."""
-    used, limits = fitted([(30 + 5 * i, 10 + i, 20) for i in range(100)], 512)
-    assert limits.response_length == 104  # of 10 + i the 90 smallest reach 99
-    assert len(used) == 76 and used[-1].prompt == "prompt 75"  # 30 + 5 x 75 + 104 = 509
-    assert limits.max_length == 496  # 405 + 85
-    assert limits.ended == 1.0 and limits.answer_mean == 10 + 75 / 2
-    warning, hint = capsys.readouterr().err.splitlines()
-    assert warning.startswith("warning[D10]: --data: 24 of 100 pairs (24 %) dropped: ")
-    assert hint.startswith("hint: take a base model with 1024 positions, where 100 % of the pairs fit")
-
-
-ONE_OUTLIER = "1 of 200 pairs (1 %) dropped: "
-
-
-@pytest.mark.parametrize(
-    ("lengths", "used", "response", "row", "warning"),
-    [
-        ([(20, 90, 100)] * 50, 50, 96, 120, ""),
-        # Answers of 300 fit beside their prompts, but not half of the context: the length is that of the others.
-        ([(10, 300, 5)] * 79 + [(10, 5, 5)] * 21, 100, 32, 312, "only 21 % of the chosen answers end within response"),
-        ([(20, 40, 50)] * 199 + [(20, 40, 490)], 199, 40, 72, ONE_OUTLIER),  # without a hint
-    ],
-)
-def test_dropped_pairs_are_reported(
-    lengths: Any, used: int, response: int, row: int, warning: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pairs, limits = fitted(lengths, 512)
-    assert (len(pairs), limits.response_length, limits.max_length) == (used, response, row)
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"warning[D10]: --data: {warning}") if warning else printed == ""
-    assert warning != ONE_OUTLIER or "hint" not in printed
-
-
-@pytest.mark.parametrize(
-    ("answers", "context", "response"),
-    [
-        ([2] * 40, 512, 8),  # one word and the end token
-        ([10] * 39 + [40], 512, 32),  # at least 32 if an answer is longer
-        ([10] * 40, 512, 16),
-        ([20] * 20 + [30] * 5, 48, 32),  # half of the context would be 24
-        ([100] * 30 + [400] * 10, 512, 104),  # answers of 400 do not fit half of the context
-        ([250] * 40, 512, 256),
-        ([300] * 40, None, 304),
-    ],
-)
-def test_the_length_of_a_response(answers: list[int], context: int | None, response: int) -> None:
-    used, limits = fitted([(10, answer, 5) for answer in answers], context)
-    assert limits.response_length == response
-    kept = [answer for answer in answers if 10 + answer <= (context or 4096)]
-    assert len(used) == len(kept) and limits.ended == sum(each <= response for each in kept) / len(kept)
-
-
-def test_a_fifth_of_the_pairs_and_twenty_prompts_must_fit_and_the_hint_names_positions() -> None:
-    lengths = [(200, 4000 + i, 4100) for i in range(60)]
-    with pytest.raises(RLHFError) as caught:
-        fitted(lengths, 512)
-    (problem,) = caught.value.problems
-    assert problem.code == "D10" and problem.text.startswith("60 of 60 pairs (100 %) do not fit: ")
-    assert problem.hint and "8192 positions, where 100 % of the pairs fit" in problem.hint
-    used, limits = fitted(lengths, 8192)
-    assert len(used) == 60 and limits.response_length == 4056
-    short, long = (20, 40, 40), (500, 40, 40)
-    assert len(fitted([short] * 20 + [long] * 79, 512)[0]) == 20
-    for lengths in ([short] * 19 + [long] * 10, [short] * 20 + [long] * 81):
-        with pytest.raises(RLHFError, match=r"(?s)^error\[D10\].*1024 positions"):
-            fitted(lengths, 512)
-    assert len(fitted([short] * 18 + [long], 512)[0]) == 18  # too few prompts to begin with: D11 reports it
 
 
 INPUTS = SizingInputs(

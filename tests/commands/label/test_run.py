@@ -1,13 +1,12 @@
-"""`rlhf label` with a tiny run: what is drawn, at the terminal, and training on it.
+"""`rlhf label` with a tiny run: options, files by hand and of other tools, and training on it.
 
-Modules: `cli/label.py`, `commands/label/at_terminal.py`, `commands/label/candidates.py`, `commands/label/inputs.py`.
+Modules: `cli/label.py`.
 """
 
 import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import chat_run
 import pytest
@@ -15,116 +14,10 @@ from label_run import label
 from ppo_folder import as_stage, lines, must_succeed, rlhf, write
 from transformers import AutoModelForCausalLM
 
-from rlhf_cli import jsonl
-from rlhf_cli.commands.label import candidates
-from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions, read_inputs
-from rlhf_cli.config.base import Options
-from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import write_json
 from rlhf_cli.runs import locks
 
 pytestmark = pytest.mark.full
-
-
-@pytest.fixture
-def run(label_origin: Path, here: Path) -> Path:
-    """A copy of the run in the working directory."""
-    return Path(shutil.copytree(label_origin, "run"))
-
-
-def test_a_label_is_stored_for_each_key_and_undo_shows_the_pair_again(run: Path) -> None:
-    result = must_succeed(label(run, "--terminal", "--n", 4, typed="1\n2 short, odd\nu\n0\nx\nb\nq\n"))
-    rows = lines(run / "labels/people/labels.jsonl")
-    assert [row.get("choice", "undo") for row in rows][2:] == ["undo", "tie", "bad"]
-    assert rows[1]["tags"] == ["short", "odd"] and rows[1]["pair"] == rows[2]["undo"] == rows[3]["pair"]
-    assert "3 of 4 labels" in result.stderr and "sft" not in result.stdout
-    result = must_succeed(label(run, "--terminal", "--n", 4, typed="s\n1\n"))
-    assert "4 of 4 labels" in result.stderr and len(lines(run / "labels/people/labels.jsonl")) == 6
-
-
-def test_a_killed_draw_goes_on_with_the_same_bytes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "BATCH_PROMPTS", 4)
-    path = run / "labels/people/candidates.jsonl"
-    must_succeed(label(run, "--terminal", "--n", 12))
-    whole = path.read_bytes()
-    assert whole.count(b"\n") >= 12
-    for kept in (0, 7, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:kept])
-        must_succeed(label(run, "--terminal", "--n", 12))
-        assert path.read_bytes() == whole
-    must_succeed(label(run, "--terminal", "--n", 16))
-    assert path.read_bytes().startswith(whole)
-
-
-def test_equal_and_empty_answers_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = ["a", " a", "", "b"]
-    drawn = [candidates.Candidate(5, "p", answers, ["sft"] * 4, [True] * 4, {})]
-    assert [pair.name for pair in candidates.ordered_pairs(drawn, "random", 9)] == ["5:0-3", "5:1-3"]
-    candidates.report_unusable(drawn)
-    assert "4 of 6 pairs omitted: 3 empty, 1 equal answers" in capsys.readouterr().err
-
-
-def test_uncertain_pairs_come_first() -> None:
-    def candidate(row: int, **scores: list[float]) -> candidates.Candidate:
-        return candidates.Candidate(row, "p", ["a", "b"], ["sft"] * 2, [True] * 2, scores)
-
-    one_model = [candidate(0, reward=[3.0, 1.0]), candidate(1, reward=[0.1, 0.2]), candidate(2, reward=[0.0, 1.0])]
-    assert [pair.name[0] for pair in candidates.ordered_pairs(one_model, "uncertain", 2)] == ["1", "2"]
-    ensemble = [candidate(0, a=[1.0, 0.0], b=[1.0, 0.1]), candidate(1, a=[1.0, 0.0], b=[0.0, 5.0])]
-    assert [pair.name[0] for pair in candidates.ordered_pairs(ensemble, "uncertain", 2)] == ["1", "0"]
-
-
-def test_uncertain_order_scores_with_the_reward_model_of_the_run(run: Path) -> None:
-    must_succeed(label(run, "--terminal", "--n", 3, "--order", "uncertain"))
-    rows = lines(run / "labels/people/candidates.jsonl")
-    assert len(rows) >= 12 and all(len(row["scores"]["reward"]) == 2 for row in rows)
-
-
-def test_held_out_prompts_are_asked_only_to_compare(run: Path) -> None:
-    text = (run / "heldout.jsonl").read_text() + '{"prompt": "what is new?"}\n'
-    (run / "more.jsonl").write_text(text)
-    result = must_succeed(label(run, "--terminal", "--prompts", run / "more.jsonl"))
-    assert "6 of 7 prompts omitted" in result.stderr
-    assert [row["prompt"] for row in lines(run / "labels/people/candidates.jsonl")] == ["what is new?"]
-
-
-def inputs_of(run: Path, **options: Any) -> LabelInputs:
-    return read_inputs(run, LabelOptions(**options), Options())
-
-
-def test_held_out_transcripts_of_a_model_without_a_template_are_left_out(run: Path) -> None:
-    asked = [{"prompt": f"\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: what is {x}?\n\nAssistant:"} for x in "ab"]
-    jsonl.write_jsonl(run / "heldout.jsonl", asked[:1])
-    jsonl.write_jsonl(run / "more.jsonl", asked)
-    assert inputs_of(run, prompts=run / "more.jsonl").rows == [1]
-
-
-def test_held_out_prompts_that_are_not_in_the_cache_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(run, "eval", {**chat_run.EVAL, "data": {"prompts": "nobody/nothing-of-this-name"}})
-    inputs_of(run)
-    assert "nobody/nothing-of-this-name is not in the cache: its prompts are not omitted" in capsys.readouterr().err
-
-
-def test_a_model_trained_on_conversations_gets_texts_as_turns(tmp_path: Path) -> None:
-    run = chat_run.make(tmp_path, template="chatml")
-    jsonl.write_jsonl(run / "prompts.jsonl", [{"prompt": "tell me about the sea"}])
-    write(run, "ppo", chat_run.PPO)
-    inputs = inputs_of(run)
-    assert inputs.tokenizer.decode(inputs.prompts[0].ids).startswith("<|im_start|>user\ntell me about the sea")
-
-
-def test_each_model_answers_as_often_as_the_others(run: Path) -> None:
-    three = f"sft,{run / 'sft'},{run.resolve() / 'sft'}"
-    inputs = inputs_of(run, sources=three)
-    assert len(inputs.policies) == inputs.answers == 3
-    assert inputs_of(run, sources=three, answers=6).answers == 6
-    with pytest.raises(RLHFError, match="C11"):
-        inputs_of(run, sources=three, answers=4)
-
-
-def test_a_judge_that_compares_two_models_has_its_own_folder() -> None:
-    assert LabelOptions(compare="sft,ppo").folder_name == "compare"
-    assert LabelOptions(compare="sft,ppo", by="judges:short").folder_name == "compare.judges.short"
 
 
 def test_pairs_go_to_another_tool_and_its_labels_come_back(run: Path) -> None:

@@ -20,7 +20,6 @@ from typer.testing import Result
 from rlhf_cli import distributed, runs, system
 from rlhf_cli.commands import verify
 from rlhf_cli.config.loading import load as config_of
-from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, load, save
 from rlhf_cli.planning import duration, fits
 from rlhf_cli.planning.target import Target
@@ -67,12 +66,6 @@ def test_e01_the_stages_say_it_too_and_train_in_float32(three: Path, monkeypatch
     assert load.load_causal_lm(three / "ppo/model").dtype == torch.float32
     result = rlhf("sft", "-s", "sft.bf16=true")
     assert warned(result, "E01", "--set sft.bf16: ", "float32 is used")
-
-
-def test_bfloat16_that_a_gpu_only_emulates_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert not devices.use_bf16(None) and not devices.use_bf16(True)
 
 
 # E03 before a training.
@@ -295,32 +288,6 @@ def test_e04_several_processes(
     assert result.exit_code == 2 and "hint: use --nproc N, or torchrun" in result.stderr
     assert f"unset {place.removesuffix(': ')}\n" in result.stderr
     assert not (folder / "sft").exists()
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMPI_COMM_WORLD_SIZE": "1"},
-        {"WORLD_SIZE": "", "MASTER_ADDR": ""},
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # sbatch alone
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun -n 1 within it
-        {"RANK": "0", "WORLD_SIZE": "1"},
-        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},  # torchrun
-        {"PMI_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-    ],
-)
-def test_e04_one_process_is_fine(folder: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert check("sft.yaml").exit_code == 0
-    assert distributed.rank() == distributed.local_rank() == 0 and distributed.local_world_size() == 1
-
-
-def test_e04_a_rank_beyond_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**GROUP, "RANK": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RLHFError, match=r"error\[E04\]: RANK: RANK is 2 in a group of 2 processes"):
-        distributed.check_group()
 
 
 GROUP = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

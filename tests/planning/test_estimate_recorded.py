@@ -1,7 +1,4 @@
-"""The estimate is 0 to 15 % above each recorded peak of docs/results/memory.md, chat-model.md and gpu.md.
-
-Modules: `planning/estimate.py`.
-"""
+"""The estimate is 0 to 15 % above each recorded peak of docs/results/memory.md, chat-model.md and gpu.md."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

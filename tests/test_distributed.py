@@ -1,21 +1,18 @@
-"""`--nproc`: what the command makes of the ends of its processes. That they train is tested by the other files here.
-
-Modules: `distributed.py`.
-"""
+"""`--nproc`: what the command makes of the ends of its processes; and the variables of launchers."""
 
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_inputs import check
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api
 
 from rlhf_cli import config, distributed
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.experimental.hybrid_sharding import machines_and_processes
-from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.runs.resolve import weights_bytes
+from tests.stages.common.test_machine import GROUP
 
 
 def ends(monkeypatch: pytest.MonkeyPatch, *codes: int) -> None:
@@ -62,21 +59,26 @@ def test_a_process_that_was_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("places", "wrong"),
+    "variables",
     [
-        ([(0, 2), (1, 2), (0, 2), (1, 2)], None),
-        ([(0, 2), (1, 2), (0, 1)], "process 2 is number 1 of 1 on its machine, process 0 is one of 2"),
-        ([(0, 1), (0, 2), (1, 2)], "process 1 is number 1 of 2 on its machine, process 0 is one of 1"),
-        ([(0, 2), (1, 2), (0, 2)], "process 2 is number 1 of 2"),
-        ([(0, 2), (0, 2), (1, 2), (1, 2)], "process 1 is number 1 of 2 on its machine"),  # machines take turns
+        {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "", "MASTER_ADDR": ""},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # sbatch alone
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun -n 1 within it
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},  # torchrun
+        {"PMI_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
     ],
 )
-def test_hybrid_sharding_needs_equal_machines(
-    monkeypatch: pytest.MonkeyPatch, places: list[tuple[int, int]], wrong: str | None
-) -> None:
-    monkeypatch.setattr(ProcessGroup, "all_gather_object", lambda self, value: places)
-    if wrong is None:
-        assert machines_and_processes(ProcessGroup(1, 4)) == (2, 2)
-        return
-    with pytest.raises(RLHFError, match=rf"error\[E04\]: LOCAL_WORLD_SIZE: .*{wrong}"):
-        machines_and_processes(ProcessGroup(1, len(places)))
+def test_e04_one_process_is_fine(folder: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert check("sft.yaml").exit_code == 0
+    assert distributed.rank() == distributed.local_rank() == 0 and distributed.local_world_size() == 1
+
+
+def test_e04_a_rank_beyond_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**GROUP, "RANK": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RLHFError, match=r"error\[E04\]: RANK: RANK is 2 in a group of 2 processes"):
+        distributed.check_group()

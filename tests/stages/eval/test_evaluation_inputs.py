@@ -1,0 +1,35 @@
+"""What can be interpolated, by `rlhf export --interpolate`."""
+
+from pathlib import Path
+
+import pytest
+from ppo_folder import rlhf
+from safetensors.torch import load_file, save_file
+from typer.testing import Result
+
+from tests.stages.eval.test_run import fails
+
+pytestmark = pytest.mark.full
+
+
+def test_a_share_or_an_sft_model_that_cannot_be_exported(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained_folder)
+
+    def export(*arguments: object) -> Result:
+        result = rlhf("export", *arguments, "--out", "out")
+        assert not Path("out").exists()
+        return result
+
+    for share in ("0", "1", "1.5", "nan"):
+        fails(export(".", "--interpolate", share), "C06", f"--interpolate {share}: not between 0 (the SFT model) and 1")
+    weights = Path("sft_model/model.safetensors")
+    content = load_file(weights)
+    save_file({name: weight + 1 for name, weight in content.items()}, weights, {"format": "pt"})
+    fails(export(".", "--interpolate", "0.5"), "M10", "sft_model is no longer the model that PPO was trained with")
+    Path("sft_model").rename("elsewhere")
+    fails(export(".", "--interpolate", "0.5"), "M01", "models.sft: no such folder sft_model")
+
+
+def test_only_a_policy_of_ppo_is_interpolated(adapters_copy: Path) -> None:
+    result = rlhf("export", ".", "--stage", "sft", "--out", "out", "--interpolate", "0.5")
+    fails(result, "C11", "sft was written by the sft stage, and only PPO starts from SFT")

@@ -1,0 +1,72 @@
+"""Rollout engines of a run draw the same tokens, through stops and restarts."""
+
+import json
+
+import pytest
+from ppo_folder import ONE, fails, lines, manifest, must_succeed, ppo, settings, stop_in_update, untimed, weights
+from stand_in_vllm import StandIn
+from transformers import AutoModelForCausalLM
+
+from rlhf_cli.ppo.rollout import HFEngine
+
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
+
+
+def test_graph_draws_the_tokens_of_hf_and_resumes_to_the_same_bytes(run_folder, ppo_run):
+    engine = ("-s", "models.engine=graph")
+    stop_in_update(run_folder, 3, *engine)
+    assert "resumes at step" in ppo(run_folder, *engine).stderr
+    resumed = weights(run_folder), weights(run_folder, "value"), untimed(run_folder / "ppo/metrics.jsonl")
+    assert ppo(run_folder, *engine, "--fresh").exit_code == 0
+    assert resumed == (weights(run_folder), weights(run_folder, "value"), untimed(run_folder / "ppo/metrics.jsonl"))
+    ours, plain = (lines(folder / "ppo/samples.jsonl") for folder in (run_folder, ppo_run))
+    assert [row["response"] for row in ours] == [row["response"] for row in plain]
+    assert (manifest(run_folder)["engine"], manifest(ppo_run)["engine"]) == ("graph", "hf")
+    refused = ppo(run_folder, "-s", "models.engine=hf")
+    assert refused.exit_code == 2 and "models.engine" in refused.stderr
+
+
+def test_a_server_draws_the_tokens_of_hf_through_a_stop_and_a_restart(run_folder, ppo_run):
+    """Whole weights over a stand-in; the run goes on with the server at another address."""
+    first, second = (
+        StandIn(AutoModelForCausalLM.from_pretrained(run_folder / "sft_model").eval(), 64) for _ in range(2)
+    )
+    engine = [("-s", f"models.engine={{vllm: {{url: '{each.url}', wait: 0.1}}}}") for each in (first, second)]
+    stop_in_update(run_folder, 3, *engine[0])
+    first.faults = [unavailable] * 1000
+    fails(ppo(run_folder, *engine[0]), "R20", "/health answered 503", exit_code=1)
+    result = must_succeed(ppo(run_folder, *engine[1]), "resumes at step", f"the server at {second.url} generates")
+    ours, plain = (lines(folder / "ppo/samples.jsonl") for folder in (run_folder, ppo_run))
+    assert [row["response"] for row in ours] == [row["response"] for row in plain]
+    pairs = zip(lines(run_folder / "ppo/metrics.jsonl"), lines(ppo_run / "ppo/metrics.jsonl"), strict=True)
+    assert all(one["objective/scores"] == pytest.approx(other["objective/scores"], abs=1e-4) for one, other in pairs)
+    assert manifest(run_folder)["engine"] == "vllm" and "sends the weights again" not in result.stderr
+    assert sorted(path.name for path in (run_folder / "ppo/engine/policy").iterdir()) == [
+        f"step_00000{step}" for step in (2, 3, 4)
+    ]
+    refused = ppo(run_folder, *engine[1], "-s", "models.engine.vllm.sync=lora", "-s", "models.adapters={kind: lora}")
+    assert refused.exit_code == 2 and "models.engine.vllm.sync" in refused.stderr
+
+
+def unavailable(path: str, body: object) -> tuple[int, bytes]:
+    return 503, b""
+
+
+def test_rollout_options_reach_the_engine(run_folder, monkeypatch):
+    batches, plain = [], HFEngine._generate_ids
+
+    def spy(engine, prompts):
+        batches.append((len(prompts), engine.temperature, engine.stop_token_id))
+        return plain(engine, prompts)
+
+    monkeypatch.setattr(HFEngine, "_generate_ids", spy)
+    options = settings("stop_token=none", "local_rollout_forward_batch_size=3", "temperature=0.9")
+    assert ppo(run_folder, *options).exit_code == 0
+    assert set(batches) == {(3, 0.9, None), (2, 0.9, None)}
+    assert all(row["length"] == 8 and not row["ended"] for row in lines(run_folder / "ppo/samples.jsonl"))
+    batches.clear()
+    assert ppo(run_folder, *settings(ONE, "stop_token_id=40", "num_shared_layers=1"), "--fresh").exit_code == 0
+    assert {stop for _, _, stop in batches} == {40}
+    assert ppo(run_folder, *settings(ONE, "stop_token_id=[40, 3]"), "--fresh").exit_code == 0
+    manifest = json.loads((run_folder / "ppo/manifest.json").read_text())
+    assert batches[-1][2] == [40, 3] == manifest["special_tokens"]["stop"]
