@@ -178,6 +178,9 @@ class RewardModel(_ModelKeys):
     path: ModelPath = "RUN/sft"
 
 
+READING_OPTIONS = {
+    "subset", "revision", "max_rows", "columns", "format", "on_bad", "pairs_per_prompt", "min_rating_gap",
+}  # fmt: skip
 RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt")
 
 
@@ -250,7 +253,7 @@ class _Data(Section):
             splits = ("train",)
         if name is None:
             return None
-        options = self.model_dump(include={"subset", "revision", "max_rows", "columns", "format", "on_bad"})
+        options = self.model_dump(include=READING_OPTIONS)
         return DataSource(name, where(f"data.{key}"), share=share, splits=splits, **options)
 
 
@@ -263,9 +266,11 @@ class SFTData(_Data):
 
 
 class RewardData(SFTData):
-    """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}."""
+    """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}, or rated answers."""
 
     on_identical: Literal["error", "drop"] = "error"
+    pairs_per_prompt: Literal["one", "all"] = "one"
+    min_rating_gap: NonNegativeFloat = 0.0
 
 
 class WordRange(Range):

@@ -44,6 +44,8 @@ class DataSource:
     columns: Mapping[str, str] = field(default_factory=dict)
     format: Literal["auto", "plain", "transcripts", "turns"] = "auto"
     on_bad: Literal["error", "drop"] = "error"
+    pairs_per_prompt: Literal["one", "all"] = "one"  # of rated answers
+    min_rating_gap: float = 0.0
     share: HoldoutSplit | None = None
     first_words: tuple[int, int] | None = None  # minimum and maximum number of words to keep of a prompt
     splits: tuple[str, ...] = ("train",)  # tried in this order if the name has no [SPLIT]
