@@ -166,7 +166,7 @@ class RatedAnswers:
 
     def pairs(self) -> RowIterator:
         """Yield (location of the better answer, pair) in the order of the prompts."""
-        consumed = {self.prompt, self.rating, *self.form.answers}
+        consumed = {self.prompt, self.rating, *self.form.answers, *self.source.columns.values()}
         for group in self.prompts.values():
             pairs = self._pairs_of(group)
             self.num_with_pairs += bool(pairs)

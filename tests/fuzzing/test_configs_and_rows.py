@@ -39,6 +39,9 @@ TEXTS = {
         "model: {path: model}\ndata: {train: pairs.jsonl}\nreward: {max_steps: 12, max_length: 100}\n",
         "model:\n  path: model\ndata:\n  train: pairs.jsonl\n  columns: {prompt: prompt}\n  eval_fraction: 0.5\n"
         "reward:\n  per_device_train_batch_size: 2\n  normalize: none\n  center_rewards_coefficient: 0.01\n",
+        "model: {path: model}\ndata:\n  train:\n  - path: pairs.jsonl\n    weight: 0.5\n  - path: pairs.jsonl\n"
+        "    weight: 2\n    format: plain\n    columns: {prompt: prompt}\n  pairs_per_prompt: all\n"
+        "reward:\n  max_steps: 2\n",
     ],
     "ppo": [
         "models: {sft: model, reward: scorer}\ndata: {prompts: prompts.jsonl}\nppo:\n  total_episodes: 64\n"
