@@ -126,10 +126,7 @@ class DatasetReader:
         row = self._rename(first[1])
         if "chosen" in self._known and self._own_form(row) is None:
             self.rated = RatedAnswers.of(row, self.source)
-        if self.rated is None:
-            yield from rows
-            return
-        yield from self._pairs_of_rated(rows, self.rated)
+        yield from self._pairs_of_rated(rows, self.rated) if self.rated else rows
 
     def _pairs_of_rated(self, rows: RowIterator, rated: RatedAnswers) -> RowIterator:
         for location, raw in rows:
@@ -543,11 +540,16 @@ class DatasetReader:
 
     def _column_mapping(self, mapping: Mapping[str, str]) -> str:
         """Return a column mapping as the user writes it, in a config or as options of `rlhf init`."""
-        if self.source.where == "--data":
-            pairs = [f"{name}={column}" for name, column in mapping.items()]
-            return " ".join(f"--column {shell_word(pair)}" for pair in pairs)
-        pairs = [f"{name}: {column}" for name, column in mapping.items()]
-        return f"data.columns: {{{', '.join(pairs)}}}"
+        if self.source.where != "--data":
+            pairs = [f"{name}: {column}" for name, column in mapping.items()]
+            joined = ", ".join(pairs)
+            return f"data.columns: {{{joined}}}"
+
+        options = []
+        for name, column in mapping.items():
+            word = shell_word(f"{name}={column}")
+            options.append(f"--column {word}")
+        return " ".join(options)
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)

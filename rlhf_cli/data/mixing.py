@@ -26,7 +26,7 @@ def read_parts(source: DataSource, read: Callable[[DataSource], Rows[Row]], toke
         return read(source)
     _require_one_form(source, tokenizer)
     parts = [read(part) for part in source.parts]
-    _require_same_columns(source, parts)
+    _require_margins(source, parts)
 
     rows: list[Row] = []
     counts = []
@@ -50,15 +50,22 @@ def _require_one_form(source: DataSource, tokenizer: Any) -> None:
             raise RLHFError("D23", text, where=part.where, hint="set format: turns of the source of texts")
 
 
-def _require_same_columns(source: DataSource, parts: list[Rows[Any]]) -> None:
-    """Raise RLHFError D23 if the rows of a source have other columns of tokens than the first one: a margin."""
-    columns = parts[0][0].keys() if isinstance(parts[0][0], dict) else None
+def _require_margins(source: DataSource, parts: list[Rows[Any]]) -> None:
+    """Raise RLHFError D23 if only some of the sources have a margin."""
+    first = source.parts[0]
+    first_has = _has_margin(parts[0])
     for part, rows in zip(source.parts, parts, strict=True):
-        if columns is not None and rows[0].keys() != columns:
-            (name,) = rows[0].keys() ^ columns
-            holder, other = (part, source.parts[0]) if name in rows[0] else (source.parts[0], part)
-            text = f'{holder.shown()} has "{name}", {other.shown()} has not'
-            raise RLHFError("D23", text, where=part.where, hint="give all sources a margin, or none")
+        has = _has_margin(rows)
+        if has == first_has:
+            continue
+        text = f'{first.shown()} has "margin", {part.shown()} has not'
+        if has:
+            text = f'{part.shown()} has "margin", {first.shown()} has not'
+        raise RLHFError("D23", text, where=part.where, hint="give all sources a margin, or none")
+
+
+def _has_margin(rows: Rows[Any]) -> bool:
+    return isinstance(rows[0], dict) and "margin" in rows[0]
 
 
 def _drawn(rows: Rows[Row], part: DataSource, seed: int) -> list[Row]:
@@ -68,8 +75,13 @@ def _drawn(rows: Rows[Row], part: DataSource, seed: int) -> list[Row]:
         text = f"weight {part.weight:g} of {part.shown()} leaves none of its {len(rows)} rows"
         raise RLHFError("D23", text, where=part.where, hint=f"raise it to at least {1 / len(rows):.2g}")
     times, rest = divmod(count, len(rows))
-    chosen = sorted(random.Random(seed).sample(range(len(rows)), rest))
-    return [*rows] * times + [rows[index] for index in chosen]
+    generator = random.Random(seed)
+    drawn = generator.sample(range(len(rows)), rest)
+
+    used = [*rows] * times
+    for index in sorted(drawn):
+        used.append(rows[index])
+    return used
 
 
 def _merged(source: DataSource, parts: list[Rows[Any]], rows: list[Row]) -> Rows[Row]:
@@ -93,9 +105,12 @@ def _merged_causes(parts: list[Rows[Any]]) -> dict[str, DroppedRows]:
     for part in parts:
         for code, dropped in part.dropped.items():
             earlier = causes.get(code)
-            if earlier is None:
-                causes[code] = dropped
-            else:
-                same_text = earlier.same_text and earlier.text == dropped.text
-                causes[code] = replace(earlier, rows=earlier.rows + dropped.rows, same_text=same_text)
+            causes[code] = dropped if earlier is None else _sum(earlier, dropped)
     return dict(sorted(causes.items(), key=lambda item: -item[1].rows))
+
+
+def _sum(first: DroppedRows, second: DroppedRows) -> DroppedRows:
+    """Return the number of rows of two sources that were dropped with one code."""
+    same_text = first.same_text and second.same_text and first.text == second.text
+    rows = first.rows + second.rows
+    return replace(first, rows=rows, same_text=same_text)

@@ -236,10 +236,11 @@ def rating_of(value: Any, column: str) -> float | None:
 
 def _best_and_another(pairs: list[tuple[Answer, Answer]]) -> tuple[Answer, Answer]:
     """Return the pair of the best answer and one of the worse ones, drawn by a hash of their texts."""
-    best = max((better for better, _ in pairs), key=lambda answer: answer.rating)
-    possible = [pair for pair in pairs if pair[0] is best]
-    drawn = derive_seed(0, repr([worse.text for _, worse in possible]))
-    return possible[drawn % len(possible)]
+    best, _ = max(pairs, key=lambda pair: pair[0].rating)
+    worse = [second for first, second in pairs if first is best]
+    names = [answer.text for answer in worse]
+    drawn = derive_seed(0, repr(names)) % len(worse)
+    return best, worse[drawn]
 
 
 def _columns_of_ratings(row: Row, form: RatedForm) -> Mapping[str, Any]:

@@ -237,7 +237,7 @@ def test_a_stopped_run_resumes_to_the_same_weights_and_metrics(
     if is_list:
         (tmp_path / "copy.jsonl").write_bytes(world.pairs.read_bytes())
         sources = [{"path": str(world.pairs), "weight": 0.4}, {"path": str(tmp_path / "copy.jsonl"), "weight": 0.7}]
-        sections["data"] = {"train": sources}
+        sections["data"] = {"train": sources, "eval": str(world.pairs)}
     configs = [config_of(world, tmp_path / name, sft_stage, **sections) for name in ("straight", "stopped")]
     straight = train(configs[0])
     with signal_at(13), pytest.raises(SystemExit) as stopped:
