@@ -85,7 +85,7 @@ def test_each_source_is_used_as_often_as_its_weight_says(here: Path, tokenizer: 
 def test_held_out_rows_of_a_list_are_used_once(here: Path, tokenizer: Any) -> None:
     write(THREE)
     text = Path("reward.yaml").read_text()
-    Path("reward.yaml").write_text(text.replace("data:", "data:\n  eval_fraction: 0.4\n  split_seed: 1"))
+    Path("reward.yaml").write_text(text.replace("data:", "data:\n  eval_fraction: 0.4\n  split_seed: 2"))
     training, held_out = prompts(tokenizer), prompts(tokenizer, "eval")
     assert len(held_out) == len(set(held_out)) and not set(held_out) & set(training)
     assert len(held_out) + len({*training}) <= 20 and any(prompt.startswith("Why") for prompt in held_out)
