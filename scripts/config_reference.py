@@ -32,11 +32,13 @@ These defaults follow no paper or other system:
 - `data.columns`: no mapping. Datasets with the usual column names need none.
 - `data.format`: auto. Transcripts as in hh-rlhf are recognised by the first row; `plain`, `transcripts` and `turns`
   override it.
+- `data.train.NUMBER.columns`, `data.train.NUMBER.format`: as `data.columns` and `data.format`.
 - `data.max_rows`: all rows. The limit is for trial runs and for large datasets on the Hugging Face Hub.
 - `data.eval_fraction`, `data.split_seed`: no split, because many datasets have a held-out file or split. The seed of
   a split is 0 in every stage, so that all stages hold out the same prompts.
 - `data.on_bad`, `data.on_identical`: error. Bad rows and identical answers usually mean a wrong file, a wrong column
   or a fault in the data, which should be seen before training.
+- `data.min_rating_gap`: 0. The scale of the ratings is not known.
 - `data.on_long`: drop. Some rows above the limit are normal and must not stop a run; the number is reported (D10).
 - `data.max_dropped`: 0.8. If more than four in five rows are dropped, the remaining rows no longer represent the data.
 - `data.truncate_prompt_words`, `best_of.truncate_prompt_words`: prompts are not cut. Only texts without prompts need

@@ -190,9 +190,10 @@ def values_by_key(stages: Iterable[str]) -> dict[str, list[str]]:
     values: dict[str, list[str]] = {}
     for stage in stages:
         keys = [*config.keys(stage).values(), *trainer_keys(config.CONFIGS[stage]).values()]
-        sections = {key.path.rpartition(".")[0] for key in keys if ".NAME" not in key.path}
-        for key in keys:
-            if ".NAME" not in key.path and key.path not in sections:
+        named = [key for key in keys if not {"NAME", "NUMBER"} & set(key.path.split("."))]
+        sections = {key.path.rpartition(".")[0] for key in named}
+        for key in named:
+            if key.path not in sections:
                 values[key.path] = list(dict.fromkeys([*values.get(key.path, []), *key.suggestions()]))
     return values
 

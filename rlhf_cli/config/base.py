@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
@@ -141,7 +141,8 @@ class Config(Section):
 
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""
-        return dict(self.data.sources(self.where))
+        sources: dict[str, DataSource] = self.data.sources(self.where)
+        return {key: replace(source, seed=self.seed) for key, source in sources.items()}
 
     def code(self) -> dict[str, Path]:
         """Return the Python files of `module:function` values, by key path; beside the config, else where rlhf runs."""

@@ -178,6 +178,9 @@ class RewardModel(_ModelKeys):
     path: ModelPath = "RUN/sft"
 
 
+READING_OPTIONS = {
+    "subset", "revision", "max_rows", "columns", "format", "on_bad", "pairs_per_prompt", "min_rating_gap",
+}  # fmt: skip
 RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt")
 
 
@@ -189,6 +192,18 @@ def _is_date(value: Any) -> bool:
     return True
 
 
+RowFormat = Literal["auto", "plain", "transcripts", "turns"]
+
+
+class MixedSource(Section):
+    """One of several sources of training data, and how often its rows are used."""
+
+    path: DataPath
+    weight: PositiveFloat = 1.0
+    columns: dict[str, str] | None = None
+    format: RowFormat | None = None
+
+
 class _Data(Section):
     """Options for reading rows; the stages add the keys that name the data."""
 
@@ -196,7 +211,7 @@ class _Data(Section):
     EVAL_KEY: ClassVar[str] = "eval"  # key of the held-out data
 
     columns: dict[str, str] = Field(default_factory=dict)
-    format: Literal["auto", "plain", "transcripts", "turns"] = "auto"
+    format: RowFormat = "auto"
     subset: str | None = None
     revision: str | None = None
     max_rows: PositiveInt | None = None
@@ -250,22 +265,33 @@ class _Data(Section):
             splits = ("train",)
         if name is None:
             return None
-        options = self.model_dump(include={"subset", "revision", "max_rows", "columns", "format", "on_bad"})
-        return DataSource(name, where(f"data.{key}"), share=share, splits=splits, **options)
+        options = self.model_dump(include=READING_OPTIONS)
+        if isinstance(name, str):
+            return DataSource(name, where(f"data.{key}"), share=share, splits=splits, **options)
+
+        parts = []
+        for number, entry in enumerate(name):
+            own = {"columns": entry.columns or self.columns, "format": entry.format or self.format}
+            weight = 1.0 if is_held_out else entry.weight
+            source = DataSource(entry.path, share=share, splits=splits, weight=weight, **options | own)
+            parts.append(replace(source, where=where(f"data.{self.TRAIN_KEY}.{number}")))
+        return replace(parts[0], where=where(f"data.{key}"), parts=tuple(parts))
 
 
 class SFTData(_Data):
     """Rows {prompt, completion}, {text} or {messages}; with best_of prompts, as in PPOData."""
 
-    train: DataPath
+    train: DataPath | Annotated[list[MixedSource], Field(min_length=1)]
     eval: DataPath | None = None
     on_long: Literal["drop", "error"] = "drop"
 
 
 class RewardData(SFTData):
-    """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}."""
+    """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}, or rated answers."""
 
     on_identical: Literal["error", "drop"] = "error"
+    pairs_per_prompt: Literal["one", "all"] = "one"
+    min_rating_gap: NonNegativeFloat = 0.0
 
 
 class WordRange(Range):

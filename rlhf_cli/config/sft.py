@@ -60,7 +60,7 @@ class SFTConfig(TrainingConfig):
 
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""
-        sources = self.data.sources(self.where)
+        sources = super().sources()
         words = self.best_of.truncate_prompt_words if self.best_of else None
         if words is not None:
             sources = {key: cut_prompts(source, words) for key, source in sources.items()}

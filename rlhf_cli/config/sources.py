@@ -44,17 +44,28 @@ class DataSource:
     columns: Mapping[str, str] = field(default_factory=dict)
     format: Literal["auto", "plain", "transcripts", "turns"] = "auto"
     on_bad: Literal["error", "drop"] = "error"
+    pairs_per_prompt: Literal["one", "all"] = "one"  # of rated answers
+    min_rating_gap: float = 0.0
     share: HoldoutSplit | None = None
     first_words: tuple[int, int] | None = None  # minimum and maximum number of words to keep of a prompt
     splits: tuple[str, ...] = ("train",)  # tried in this order if the name has no [SPLIT]
+    weight: float = 1.0  # of a source in a list: how often each of its rows is used
+    parts: tuple["DataSource", ...] = ()  # the sources of a list, whose name is not read
+    seed: int = 0  # of the rows that a weight draws
 
     @classmethod
     def of(cls, source: "DataSource | Path | str") -> "DataSource":
         """Return the source itself, or the source of a bare path."""
         return source if isinstance(source, DataSource) else cls(str(source))
 
+    def each(self) -> tuple["DataSource", ...]:
+        """Return the sources of a list, or the source itself."""
+        return self.parts or (self,)
+
     def shown(self) -> str:
-        """Return the name for messages."""
+        """Return the name for messages, of a list the names of its sources."""
+        if self.parts:
+            return ", ".join(part.shown() for part in self.parts)
         name, split = split_name(self.name)
         return (name if is_hub_id(name) else shown(name)) + (f"[{split}]" if split else "")
 

@@ -120,9 +120,6 @@ def label_hint(missing: Sequence[str], row: Mapping[str, Any]) -> str | None:
     answers = [name for name in missing if name in ("chosen", "rejected")]
     if not labels or all(look_alike(name, row) for name in answers):
         return None
-    is_yes_or_no = str(row.get("label")).casefold() in ("true", "false", "0", "1")
-    if is_yes_or_no and look_alike("completion", row):
-        return "there is no KTO yet: rows of one answer and a label are not read; bring pairs"
     example = _pairs_by_index(labels, row)
     rule = f"write them out: {example}" if example else "write the pairs out, as docs/your-own-data.md shows"
     return f'rlhf does not read labels or scores, and "{labels[0]}" decides which answer is better: {rule}'

@@ -105,7 +105,8 @@ class Rows(list[Item]):
 
 def is_plain_text(source: Source) -> bool:
     """Return True if the first row of SFT data is {text}, without a prompt. Raises RLHFError D01-D06, D12."""
-    return _first_row(DatasetReader(source, SFT_FORMS))[0] == ("text",)
+    parts = DataSource.of(source).each()
+    return all(_first_row(DatasetReader(part, SFT_FORMS))[0] == ("text",) for part in parts)
 
 
 def prompt_form(source: Source, *, in_turns: bool | None = False) -> Literal["text", "conversation", "transcript"]:
@@ -113,7 +114,8 @@ def prompt_form(source: Source, *, in_turns: bool | None = False) -> Literal["te
 
     `in_turns`: texts become turns, for a model that `speaks_in_turns`. Raises RLHFError D01-D06, D12.
     """
-    reader = DatasetReader(source, (*SFT_FORMS, *PROMPT_FORMS), in_turns=in_turns)
+    first, *_ = DataSource.of(source).each()  # the others of a list have the same
+    reader = DatasetReader(first, (*SFT_FORMS, *PROMPT_FORMS), in_turns=in_turns)
     form, row = _first_row(reader)
     if reader.transcripts:
         return "transcript"
@@ -219,6 +221,10 @@ class PairFile:
 
 def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
     """Read the distinct usable pairs of a file; the texts of a system column, too. Raises RLHFError D01-D05, D12."""
+    source = DataSource.of(source)
+    if source.parts:
+        text = "data.train is a list of sources, of which no single file of pairs is made"
+        raise RLHFError("D23", text, where=source.where, hint="name one source, with the pairs of all of them")
     reader = DatasetReader(source, PAIR_FORMS, reads_system_texts=reads_system_texts)
     pairs: dict[str, Example] = {}
     for pair in _read_pairs(reader, "drop"):

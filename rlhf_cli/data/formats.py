@@ -9,6 +9,8 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource, suffix
 from rlhf_cli.data import columns, conversions, texts
+from rlhf_cli.data.ratings import COLUMNS as RATED_COLUMNS
+from rlhf_cli.data.ratings import RatedAnswers
 from rlhf_cli.data.readers import TABLES, BadRow, Row, RowIterator, RowLocation, describe_value, format_columns
 from rlhf_cli.data.sources import raw_rows
 from rlhf_cli.data.texts import Form
@@ -27,6 +29,7 @@ HINTS = {
     "D10": "raise the token limit, or shorten the rows; data.on_long: error lists them",
     "other": "set data.on_bad: error to list them",
 }
+NO_PAIR_HINT = "a pair needs a better and a worse answer to one prompt; good answers alone are data of SFT"
 
 
 @dataclass
@@ -77,6 +80,7 @@ class DatasetReader:
         self._values: Row = {}  # the first value of each column of the file
         # How rows are converted, by the first row.
         self.stored: list[str] = []  # columns whose text is a list of messages
+        self.rated: RatedAnswers | None = None  # if rows are rated answers, which become pairs
         self.other_format = ""  # its name, if rows are of one that is converted
         self.renamed_roles: dict[str, None] = {}  # in their order
         self.whole_dialogues = False  # chosen and rejected are transcripts that contain the prompt beside them
@@ -93,10 +97,9 @@ class DatasetReader:
     def rows(self) -> Iterator[tuple[RowLocation, Form, Row]]:
         """Yield (location, form, row) of each row that matches the first one; note the others as problems."""
         self._reading = True
-        self._rows = raw_rows(self.source)
+        self._rows = self._with_pairs_of_rated(self._counted())
         while (located := next(self._rows, None)) is not None:
             location, raw = located
-            self.num_read += 1
             if not raw.keys() <= self._values.keys():
                 self._values = {**raw, **self._values}
             try:
@@ -108,6 +111,35 @@ class DatasetReader:
                 continue
             yield location, form, row
         self._reading = False
+
+    def _counted(self) -> RowIterator:
+        for located in raw_rows(self.source):
+            self.num_read += 1
+            yield located
+
+    def _with_pairs_of_rated(self, rows: RowIterator) -> RowIterator:
+        """Yield the rows, or the pairs of the rated answers that they hold. Raises RLHFError D22 without a pair."""
+        first = next(rows, None)
+        if first is None:
+            return
+        rows = chain([first], rows)
+        row = self._rename(first[1])
+        if "chosen" in self._known and self._own_form(row) is None:
+            self.rated = RatedAnswers.of(row, self.source)
+        yield from self._pairs_of_rated(rows, self.rated) if self.rated else rows
+
+    def _pairs_of_rated(self, rows: RowIterator, rated: RatedAnswers) -> RowIterator:
+        for location, raw in rows:
+            try:
+                rated.add(location, self._rename(raw))
+            except BadRow as bad:
+                self.note(location, bad)
+        self.columns = {}  # the pairs have rlhf's names
+        yield from rated.pairs()
+
+        reason = rated.why_no_pair()
+        if reason and not self.problems:
+            raise RLHFError("D22", reason, where=self.source.shown(), hint=NO_PAIR_HINT)
 
     def _convert(self, location: RowLocation, raw: Row) -> tuple[Form, Row]:
         """Return the form and the row under rlhf's names; the first row decides how all are converted."""
@@ -133,7 +165,8 @@ class DatasetReader:
         return kept | self._mapped(raw)
 
     def _mapped(self, raw: Row) -> Row:
-        return {name: raw[column] for name, column in self.columns.items() if column in raw}
+        mapped = {name: column for name, column in self.columns.items() if name != "rating"}
+        return {name: raw[column] for name, column in mapped.items() if column in raw}
 
     def _stored_columns(self, row: Row) -> list[str]:
         """Return the columns whose texts are lists of messages."""
@@ -304,6 +337,8 @@ class DatasetReader:
         return ("prompt",) in self.forms
 
     def _conversion_texts(self) -> Iterator[str]:
+        if self.rated:
+            yield self.rated.summary()
         if self.stored:
             yield f"{', '.join(self.stored)}: lists of messages stored as text, parsed"
         if self.other_format:
@@ -391,7 +426,9 @@ class DatasetReader:
 
     def columns_text(self) -> str:
         """Return which columns were read as what, and which were not."""
-        if self.other_format:
+        if self.rated:
+            parts = [f"{{{', '.join(self.form)}}} from {self.rated.form.name} by {self.rated.rating}"]
+        elif self.other_format:
             parts = [f"{{{', '.join(self.form)}}} from {self.other_format}"]
         else:
             names = {name: self._file_column(name) for name in self.form}
@@ -489,7 +526,8 @@ class DatasetReader:
                 raise BadRow("D12", text)
 
     def _refuse_unknown_columns(self) -> None:
-        known = sorted(self._known | {"margin", "system", "tools"})
+        rated = RATED_COLUMNS if "chosen" in self._known else ()
+        known = sorted(self._known.union({"margin", "system", "tools"}, rated))
         for name, file_column in self.columns.items():
             if name in known:
                 continue
@@ -502,11 +540,16 @@ class DatasetReader:
 
     def _column_mapping(self, mapping: Mapping[str, str]) -> str:
         """Return a column mapping as the user writes it, in a config or as options of `rlhf init`."""
-        if self.source.where == "--data":
-            pairs = [f"{name}={column}" for name, column in mapping.items()]
-            return " ".join(f"--column {shell_word(pair)}" for pair in pairs)
-        pairs = [f"{name}: {column}" for name, column in mapping.items()]
-        return f"data.columns: {{{', '.join(pairs)}}}"
+        if self.source.where != "--data":
+            pairs = [f"{name}: {column}" for name, column in mapping.items()]
+            joined = ", ".join(pairs)
+            return f"data.columns: {{{joined}}}"
+
+        options = []
+        for name, column in mapping.items():
+            word = shell_word(f"{name}={column}")
+            options.append(f"--column {word}")
+        return " ".join(options)
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)

@@ -29,6 +29,8 @@ MAX_DOWNLOAD_BYTES = 20e9  # larger datasets are not downloaded automatically
 
 def raw_rows(source: DataSource) -> RowIterator:
     """Yield each row with its location, at most `max_rows` of them. Raises RLHFError D01-D04, D12."""
+    if source.parts:
+        return chain.from_iterable(map(raw_rows, source.parts))
     folder = Path(source.name)
     if labels.is_labels_folder(folder):
         return islice(labels.preference_pairs_of(folder), source.max_rows)
@@ -37,10 +39,13 @@ def raw_rows(source: DataSource) -> RowIterator:
 
 
 def locate(sources: Mapping[str, DataSource]) -> dict[str, list[Path]]:
-    """Return the files of each source by key. Raises RLHFError with the problems of all of them."""
+    """Return the files of each source by key, those of a list by key.NUMBER.
+
+    Raises RLHFError with the problems of all of them.
+    """
     files: dict[str, list[Path]] = {}
     problems: list[Problem] = []
-    for key, source in sources.items():
+    for key, source in _one_by_one(sources):
         try:
             files[key] = locate_files(source)
         except RLHFError as error:
@@ -48,6 +53,14 @@ def locate(sources: Mapping[str, DataSource]) -> dict[str, list[Path]]:
     if problems:
         raise RLHFError.from_problems(problems)
     return files
+
+
+def _one_by_one(sources: Mapping[str, DataSource]) -> Iterator[tuple[str, DataSource]]:
+    for key, source in sources.items():
+        if not source.parts:
+            yield key, source
+        for number, part in enumerate(source.parts):
+            yield f"{key}.{number}", part
 
 
 def locate_files(source: DataSource) -> list[Path]:
@@ -74,6 +87,8 @@ def _folder_files(source: DataSource, folder: Path, split: str | None) -> list[P
 
 def is_local(source: DataSource) -> bool:
     """Return True if reading the source fetches nothing from the hub."""
+    if source.parts:
+        return all(map(is_local, source.parts))
     name, split = split_name(source.name)
     if not is_hub_id(name):
         return True

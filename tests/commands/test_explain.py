@@ -39,7 +39,11 @@ def test_a_key_is_explained_in_full() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "default"),
     [
-        ("data.train", "a file, a folder or a dataset of the hub", "required"),
+        (
+            "data.train",
+            "a file, a folder or a dataset of the hub, or a list, each {path, weight, columns,\n            format}",
+            "required",
+        ),
         ("data.on_bad", "one of error, drop", "error"),
         ("data.truncate_prompt_words", "a whole number, at least 1, or {min, max}, or null", "null"),
         ("reward.warmup_ratio", "a number, at least 0 and below 1", "0.03"),

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,14 @@ def altered(stage: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def put(tree: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:
     changed = copy.deepcopy(tree)
     inner = changed
-    for name in path[:-1]:
-        inner = inner.setdefault(name, {})
+    for name, below in pairwise(path):
+        if name == "NUMBER":
+            inner = inner[0]  # type: ignore[index]
+        elif below == "NUMBER":
+            inner[name] = [{"path": "rows.jsonl"}]
+            inner = inner[name]
+        else:
+            inner = inner.setdefault(name, {})
     inner[path[-1]] = value
     return changed
 
@@ -160,6 +167,9 @@ def test_every_key_has_its_meaning_its_default_and_its_choices(stage: str) -> No
 def at(node: dict[str, Any], path: list[str]) -> dict[str, Any]:
     """The schema of a key; of a table's, that of its entries."""
     for name in path:
+        if name == "NUMBER":
+            node = next(each["items"] for each in node["anyOf"] if each["type"] == "array")
+            continue
         below = next((each for each in node.get("anyOf", []) if each["type"] == "object"), node)
         node = below["additionalProperties"] if name == "NAME" else below["properties"][name]
     return node

@@ -236,12 +236,6 @@ def test_prompts_of_ppo_get_the_system_message(chat_base: Path, tmp_path: Path) 
     assert tokenizer.decode(row["input_ids"]) == f"[system]{RULE}<eos>[user]Hi<eos>[assistant]Yes<eos>"
 
 
-INDEX_LABEL = {
-    "response_0": "It is dull.",
-    "response_1": "It is fine.",
-    "better_response_id": 1,
-    "safer_response_id": 1,
-}
 # Rows, code, what is said, what must not be said.
 REFUSED: dict[str, tuple[Make, str, tuple[str, ...], tuple[str, ...]]] = {
     "a question without --column": (
@@ -274,12 +268,6 @@ REFUSED: dict[str, tuple[Make, str, tuple[str, ...], tuple[str, ...]]] = {
         ('"preferred" decides which answer is better',),
         ("chosen=", "chosen: "),
     ),
-    "labels of KTO as numbers": (
-        lambda p, c, r: {"prompt": p, "response": c, "label": 1},
-        "D02",
-        ("there is no KTO yet",),
-        ("chosen=", "chosen: "),
-    ),
     "one message stored as text": (
         lambda p, c, r: {"prompt": p, "chosen": c if "0" in c else json.dumps(turn("assistant", c)), "rejected": r},
         "D12",
@@ -299,28 +287,10 @@ REFUSED: dict[str, tuple[Make, str, tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     "answers alone": (lambda p, c, r: {"chosen": c, "rejected": r}, "D08", ("no common prefix of whole turns",), ()),
-    "two answers and the number of the better one": (
-        lambda p, c, r: {"prompt": p, **INDEX_LABEL},
-        "D02",
-        ('answers = [row["response_0"], row["response_1"]]; row["chosen"] = answers[row["better_response_id"]]',),
-        ("chosen=", "chosen: "),
-    ),
     "a winner": (
         lambda p, c, r: {"prompt": p, "response_a": c, "response_b": r, "winner": "a"},
         "D02",
         ('"winner" decides which answer is better',),
-        ("chosen=", "chosen: "),
-    ),
-    "scores": (
-        lambda p, c, r: {"prompt": p, "response": c, "helpfulness": 3},
-        "D02",
-        ('"helpfulness" decides which answer is better',),
-        ("chosen=", "chosen: "),
-    ),
-    "labels of KTO": (
-        lambda p, c, r: {"prompt": p, "completion": c, "label": True},
-        "D02",
-        ("there is no KTO yet",),
         ("chosen=", "chosen: "),
     ),
     "two answers in one output": (
@@ -536,7 +506,7 @@ def test_numbers_of_a_table_are_margins(tmp_path: Path, tokenizer: Any) -> None:
 CASES = {
     "json_text_answers": "read",
     "margin_null": "read",
-    "pku_style": "D02",
+    "pku_style": "read",
     "prerendered_chatml": "D18",
     "prompt_and_full_transcripts": "read",
     "question_chosen_rejected": "D02",

@@ -39,6 +39,9 @@ TEXTS = {
         "model: {path: model}\ndata: {train: pairs.jsonl}\nreward: {max_steps: 12, max_length: 100}\n",
         "model:\n  path: model\ndata:\n  train: pairs.jsonl\n  columns: {prompt: prompt}\n  eval_fraction: 0.5\n"
         "reward:\n  per_device_train_batch_size: 2\n  normalize: none\n  center_rewards_coefficient: 0.01\n",
+        "model: {path: model}\ndata:\n  train:\n  - path: pairs.jsonl\n    weight: 0.5\n  - path: pairs.jsonl\n"
+        "    weight: 2\n    format: plain\n    columns: {prompt: prompt}\n  pairs_per_prompt: all\n"
+        "reward:\n  max_steps: 2\n",
     ],
     "ppo": [
         "models: {sft: model, reward: scorer}\ndata: {prompts: prompts.jsonl}\nppo:\n  total_episodes: 64\n"
@@ -124,10 +127,22 @@ FORMS = {
             ("messages", {"messages": turns("Hi", "Yes?", "And?", "No.")})],
     "reward": [("pairs", {"prompt": "Tell me", "chosen": " Yes.", "rejected": " No."}),
                ("pairs", {"chosen": "Tell me. Yes.", "rejected": "Tell me. No.", "margin": 0.5}),
-               ("pairs", {"prompt": turns("Hi"), "chosen": turns("Hi", "Yes?"), "rejected": turns("Hi", "No?")})],
+               ("pairs", {"prompt": turns("Hi"), "chosen": turns("Hi", "Yes?"), "rejected": turns("Hi", "No?")}),
+               ("pairs", {"prompt": "Tell me", "responses": [" Yes.", " No.", " So?"], "scores": [3, 1.5, 3]}),
+               ("pairs", {"instruction": "Tell me", "completions": [{"response": " Yes.", "overall_score": 8},
+                                                                    {"response": " No.", "overall_score": 2}]}),
+               ("pairs", {"prompt": "Tell me", "response_0": " No.", "response_1": " Yes.", "better_response_id": 1}),
+               *(("pairs", {"prompt": "Tell me", "completion": " Yes.", "label": label}) for label in (True, False))],
     "ppo": [("prompts", {"prompt": "Tell me"}), ("prompts", {"messages": turns("Hi", "Yes?")})],
     "eval": [("prompts", {"prompt": "Tell me"}), ("prompts", {"prompt": turns("Hi")})],
 }  # fmt: skip
+
+
+def rows_like(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """64 rows; of labels every second one is of the other kind, on 32 prompts."""
+    if "label" not in row:
+        return [row] * 64
+    return [row | {"prompt": f"Tell me {n // 2}", "label": row["label"] is bool(n % 2)} for n in range(64)]
 
 
 @pytest.mark.parametrize("stage", FORMS)
@@ -141,7 +156,7 @@ def test_data_with_faults(stage: str, here: Path) -> None:
     def case(form: tuple[str, dict[str, Any]], steps: Any, on_bad: str) -> None:
         name, row = form
         key = {"ppo": "prompts", "eval": "prompts"}.get(stage, "train")
-        (here / f"{name}.jsonl").write_bytes(raw := fuzzing.broken([row] * 64, steps))
+        (here / f"{name}.jsonl").write_bytes(raw := fuzzing.broken(rows_like(row), steps))
         settings = ["-s", f"data.{key}={name}.jsonl", "-s", f"data.on_bad={on_bad}"]
         quiet = check("x.yaml", "-q", *settings)
         ends[code := outcome(quiet, ("x.yaml", "--set ", *DATA))] += 1

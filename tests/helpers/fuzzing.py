@@ -147,7 +147,10 @@ _message = st.fixed_dictionaries({"role": _roles, "content": _texts})
 _odd_message = st.dictionaries(st.sampled_from(["role", "content", "x"]), _scalars, max_size=2)
 _messages = st.lists(st.one_of(_message, _scalars, _odd_message), max_size=4)
 _values = st.one_of(_texts, _scalars, _messages, st.dictionaries(st.text(CHARACTERS, max_size=3), _scalars, max_size=2))
-COLUMNS = ["prompt", "completion", "chosen", "rejected", "messages", "text", "margin", "odd"]
+COLUMNS = [
+    "prompt", "completion", "chosen", "rejected", "messages", "text", "margin", "odd", "responses", "scores",
+    "completions", "better_response_id", "label",
+]  # fmt: skip
 LINES = [
     b"", b"  ", b"{", b"[]", b"null", b"\xff\xfe", b"{}", b"[" * 5000, b'{"a":' * 2000, b"NaN", b'{"prompt": 1e999}',
     b'{"prompt": "\\ud800"}', b"\xef\xbb\xbf{}", b"\r", b"\x00", b"1" * 5000, b'{"prompt": "a", "prompt": "b"}',

@@ -178,11 +178,16 @@ def test_implicit_prompts_of_conversations(world: World, tmp_path: Path) -> None
     assert manifest["template_sha256"] == tokenizers.template_sha256(tokenizer)
 
 
-def test_a_stopped_run_resumes_to_the_same_weights_and_metrics(world: World, tmp_path: Path, sft_stage: Path) -> None:
-    settings = {"max_steps": 20, "logging_steps": 3}
-    configs = [
-        config_of(world, folder, sft_stage, reward=settings) for folder in (tmp_path / "straight", tmp_path / "stopped")
-    ]
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_stopped_run_resumes_to_the_same_weights_and_metrics(
+    is_list: bool, world: World, tmp_path: Path, sft_stage: Path
+) -> None:
+    sections: dict[str, Any] = {"reward": {"max_steps": 20, "logging_steps": 3}}
+    if is_list:
+        (tmp_path / "copy.jsonl").write_bytes(world.pairs.read_bytes())
+        sources = [{"path": str(world.pairs), "weight": 0.4}, {"path": str(tmp_path / "copy.jsonl"), "weight": 0.7}]
+        sections["data"] = {"train": sources, "eval": str(world.pairs)}
+    configs = [config_of(world, tmp_path / name, sft_stage, **sections) for name in ("straight", "stopped")]
     straight = train(configs[0])
     with signal_at(13), pytest.raises(SystemExit) as stopped:
         trl_stage.run(configs[1])

@@ -112,7 +112,13 @@ def data_name(stage: Stage, key: str) -> str:
     """Return the name of a stage's data: a hub dataset or a file name, never a path."""
     keys = (key, "data.train", "data.prompts")  # the evaluation data may be a part of the training data
     path = next((path for path in map(stage.setting, keys) if path), None)
-    name, split = split_name(path) if isinstance(path, str) else ("", None)
+    if isinstance(path, list):
+        return ", ".join(_name_of_data(source["path"]) for source in path)
+    return _name_of_data(path) if isinstance(path, str) else ""
+
+
+def _name_of_data(path: str) -> str:
+    name, split = split_name(path)
     if not hub_dataset(name):
         name = PurePosixPath(name).name
     return f"{name}[{split}]" if split else name

@@ -115,7 +115,7 @@ def _count_evaluated(config: Config) -> int:
 
 
 def _count_rows(source: DataSource) -> int:
-    return sum(1 for _ in sources.raw_rows(source))
+    return sum(round(part.weight * sum(1 for _ in sources.raw_rows(part))) for part in source.each())
 
 
 def _data_size(rows: data.Rows[Any], lengths: Lengths, unit: str) -> DataSize:

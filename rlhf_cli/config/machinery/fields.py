@@ -68,8 +68,10 @@ class Key:
 
     @cached_property
     def entry(self) -> "Key | None":
-        """Return the entries of a table such as `rewards`, whose names the user chooses, or None."""
+        """Return the entries of a table such as `rewards`, whose names the user chooses, or of a list of sections."""
         for part in self.parts:
+            if get_origin(part) is list and hasattr(get_args(part)[0], "model_fields"):
+                return Key(f"{self.path}.NUMBER", FieldInfo.from_annotation(get_args(part)[0]))
             if get_origin(part) is dict:
                 _, of_value = get_args(part)
                 return Key(f"{self.path}.NAME", FieldInfo.from_annotation(of_value))
@@ -163,7 +165,7 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, Key]:
         if key.section:
             keys |= keys_of(key.section, f"{key.path}.")
         elif key.entry and key.entry.section:
-            keys |= keys_of(key.entry.section, f"{key.path}.NAME.")
+            keys |= keys_of(key.entry.section, f"{key.entry.path}.")
     return keys
 
 

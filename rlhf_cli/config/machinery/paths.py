@@ -75,6 +75,10 @@ def _values_of(key: Key, container: dict[str, Any], name: str, prefix: str) -> I
         case dict(table) if key.entry:
             for entry in table:
                 yield from _values_of(key.entry, table, entry, f"{path}.")
+        case list(entries) if key.entry and key.entry.section:
+            for number, entry in enumerate(entries):
+                if isinstance(entry, dict):
+                    yield from path_values(key.entry.section, entry, f"{path}.{number}.")
 
 
 def resolve_paths(model: type[BaseModel], tree: Tree, base_of: Callable[[str], str]) -> None:

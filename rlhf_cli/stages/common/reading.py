@@ -1,12 +1,14 @@
 """Rows of a stage's data keys: one way to read them, `read_rows`, and the prompts of PPO and evaluations."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stages import AnyConfig
+from rlhf_cli.data import mixing
 from rlhf_cli.data.datasets import Rows
 from rlhf_cli.data.formats import dropped_causes
 from rlhf_cli.errors import RLHFError
@@ -37,7 +39,8 @@ def read_rows(
     """
     on_long = "drop" if isinstance(config, EvalConfig) else config.data.on_long
     try:
-        rows = read(config.sources()[key], tokenizer, max_length=max_length, on_long=on_long, sample=sample)
+        options = {"max_length": max_length, "on_long": on_long, "sample": sample}
+        rows = mixing.read_parts(config.sources()[key], partial(read, tokenizer=tokenizer, **options), tokenizer)
     except RLHFError as error:
         problem = error.problems[0]
         if problem.code != "D05" or "longer than" not in problem.text:

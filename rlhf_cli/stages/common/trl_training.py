@@ -194,9 +194,10 @@ def model_card(config: TRLConfig, parents: Mapping[str, Parent], num_rows: int, 
     settings: Any = settings_of(config)
     adapters = config.model.adapters
     kind, tag = ("reward", "reward-model") if config.stage == "reward" else ("causal language", config.stage)
+    names = ", ".join(Path(source.name).name for source in config.sources()["data.train"].each())
     text = (
         f"A {kind} model, trained from {_origin(parents)} on {num_rows} rows of "
-        f"{Path(config.data.train).name}: {steps} steps, learning rate {settings.learning_rate:g}. {note}"
+        f"{names}: {steps} steps, learning rate {settings.learning_rate:g}. {note}"
     )
     if adapters:
         text += (

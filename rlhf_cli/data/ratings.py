@@ -1,0 +1,269 @@
+"""Preference pairs of rated answers: lists of scores, one rated answer a row, the number of the better one, labels.
+
+A further form of rows is an entry of FORMS: where it has its answers and ratings, and a function that reads a row.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from rlhf_cli.config.sources import DataSource
+from rlhf_cli.data.columns import system_text
+from rlhf_cli.data.readers import BadRow, Row, RowIterator, RowLocation, describe_value
+from rlhf_cli.data.sampling import derive_seed
+
+PROMPTS = ("prompt", "instruction")
+UNRATED = ("", "N/A", "n/a", "None")  # texts in place of a rating
+ASPECTS = "annotations"  # of UltraFeedback: {ASPECT: {Rating}}, rated by their mean
+WORDS = {"true": True, "false": False}  # labels in a table
+
+
+class RatedForm(NamedTuple):
+    """A form of rows with rated answers, and how to read it."""
+
+    name: str
+    answers: tuple[str, ...]  # columns
+    ratings: tuple[str, ...]  # columns that may hold the ratings, the usual one first
+    read: Callable[[Row, "RatedForm", str], list[tuple[Any, Any]]]  # the answers of a row, each with its rating
+    across_rows: bool = False  # answers in several rows are compared if they have the same prompt
+
+
+def _of_lists(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
+    (column,) = form.answers
+    answers = _list(row, column)
+    ratings = _list(row, rating)
+    if len(answers) != len(ratings):
+        raise BadRow("D21", f'"{rating}" has {len(ratings)} values for {len(answers)} answers in "{column}"')
+    return list(zip(answers, ratings, strict=True))
+
+
+def _of_objects(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
+    (column,) = form.answers
+    rated = []
+    for number, answer in enumerate(_list(row, column), start=1):
+        if not (isinstance(answer, dict) and "response" in answer):
+            raise BadRow("D21", f'answer {number} of "{column}" is {describe_value(answer)} without "response"')
+        value = answer.get(rating)
+        rated.append((answer["response"], _mean_of_aspects(value) if rating == ASPECTS else value))
+    return rated
+
+
+def _of_numbered(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
+    better = rating_of(row[rating], rating)
+    if better is None:
+        return []
+    if better not in (0, 1) or isinstance(row[rating], bool):
+        raise BadRow("D21", f'"{rating}" is {row[rating]!r:.40}; expected 0 or 1, the number of the better answer')
+    return [(row[column], int(number == better)) for number, column in enumerate(form.answers)]
+
+
+def _of_one_answer(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
+    (column,) = form.answers
+    return [(row[column], row[rating])]
+
+
+SCORES = ("score", "rating", "helpfulness")
+TWO_ANSWERS = ("response_0", "response_1")
+BETTER_OF_TWO = ("better_response_id", "safer_response_id")
+FORMS = (
+    RatedForm("lists of answers and scores", ("responses",), ("scores",), _of_lists),
+    RatedForm("UltraFeedback", ("completions",), ("overall_score", "fine-grained_score", ASPECTS), _of_objects),
+    RatedForm(
+        "two answers and the number of the better one",
+        ("response_0", "response_1"),
+        ("better_response_id", "safer_response_id"),
+        _of_numbered,
+    ),
+    RatedForm("one rated answer a row", ("response",), (*SCORES, "label"), _of_one_answer, across_rows=True),
+    RatedForm("one rated answer a row", ("completion",), ("label", *SCORES), _of_one_answer, across_rows=True),
+)
+COLUMNS = frozenset({"rating"}.union(*(form.answers for form in FORMS)))  # names for data.columns
+
+
+@dataclass
+class Answer:
+    """An answer with its rating, and the row that it comes from."""
+
+    location: RowLocation
+    text: Any
+    rating: float
+    row: Row
+
+
+@dataclass
+class PromptAnswers:
+    """The answers that are compared: those to one prompt."""
+
+    prompt: Any
+    answers: list[Answer] = field(default_factory=list)
+
+
+class RatedAnswers:
+    """Collection of a source's rated answers, which become pairs once all rows are read."""
+
+    def __init__(self, form: RatedForm, rating: str, prompt: str, source: DataSource) -> None:
+        self.form = form
+        self.rating = rating
+        self.prompt = prompt
+        self.source = source
+        self.prompts: dict[Any, PromptAnswers] = {}
+        self.omitted: Counter[str] = Counter()
+        self.num_possible = 0
+        self.num_pairs = 0
+        self.num_with_pairs = 0
+        self.first: RowLocation | None = None
+        self.are_labels = False
+
+    @classmethod
+    def of(cls, row: Row, source: DataSource) -> "RatedAnswers | None":
+        """Return an empty collection for rows like this one, None if it has no rated answers."""
+        prompts = [name for name in PROMPTS if name in row]
+        named = source.columns.get("rating")
+        for form in FORMS:
+            if not (prompts and all(name in row for name in form.answers)):
+                continue
+            rated = _columns_of_ratings(row, form)
+            for rating in (named,) if named else form.ratings:
+                if rating in rated:
+                    return cls(form, rating, prompts[0], source)
+        return None
+
+    def add(self, location: RowLocation, row: Row) -> None:
+        """Add the answers of a row. Raises BadRow D12 without its columns, D21 for ratings that do not fit."""
+        needed = [self.prompt, *self.form.answers]
+        if self.form.read is not _of_objects:
+            needed.append(self.rating)
+        for name in needed:
+            if name not in row:
+                raise BadRow("D12", f'no column "{name}", which rows of {self.form.name} have')
+
+        rated = []
+        for text, value in self.form.read(row, self.form, self.rating):
+            rating = rating_of(value, self.rating)
+            if rating is None:
+                self.omitted["answers without a rating"] += 1
+                continue
+            self._require_one_scale(location, value)
+            rated.append(Answer(location, text, rating, row))
+        prompt = row[self.prompt]
+        key = repr((prompt, system_text(row))) if self.form.across_rows else location
+        group = self.prompts.setdefault(key, PromptAnswers(prompt))
+        group.answers += rated
+
+    def _require_one_scale(self, location: RowLocation, value: Any) -> None:
+        """Raise BadRow D21 for a label among numbers, or a number among labels: no scale has both."""
+        is_label = isinstance(value, bool) or str(value).casefold() in WORDS
+        if self.first is None:
+            self.first = location
+            self.are_labels = is_label
+        if is_label != self.are_labels:
+            kind = "a label" if self.are_labels else "a number"
+            raise BadRow("D21", f'"{self.rating}" is {value!r:.40} here, {kind} in {self.first.short}')
+
+    def pairs(self) -> RowIterator:
+        """Yield (location of the better answer, pair) in the order of the prompts."""
+        consumed = {self.prompt, self.rating, *self.form.answers, *self.source.columns.values()}
+        for group in self.prompts.values():
+            pairs = self._pairs_of(group)
+            self.num_with_pairs += bool(pairs)
+            self.num_pairs += len(pairs)
+            for better, worse in pairs:
+                further = {name: value for name, value in better.row.items() if name not in consumed}
+                pair = {"prompt": group.prompt, "chosen": better.text, "rejected": worse.text}
+                yield better.location, further | pair
+
+    def _pairs_of(self, group: PromptAnswers) -> list[tuple[Answer, Answer]]:
+        """Return the pairs of a prompt that data.pairs_per_prompt asks for, and count what is omitted."""
+        possible = self._comparisons(group)
+        self.num_possible += len(possible)
+        if possible:
+            return possible if self.source.pairs_per_prompt == "all" else [_best_and_another(possible)]
+        reason = "prompts of one answer" if len(group.answers) < 2 else "prompts whose answers are rated alike"
+        self.omitted[reason] += 1
+        return []
+
+    def _comparisons(self, group: PromptAnswers) -> list[tuple[Answer, Answer]]:
+        """Return each pair (better, worse) of a prompt's answers whose ratings differ enough; count the others."""
+        found = []
+        for first, second in combinations(group.answers, 2):
+            gap = abs(first.rating - second.rating)
+            if gap == 0:
+                self.omitted["ties"] += 1
+            elif gap < self.source.min_rating_gap:
+                self.omitted[f"pairs closer than {self.source.min_rating_gap:g}"] += 1
+            else:
+                found.append((first, second) if first.rating > second.rating else (second, first))
+        return found
+
+    def summary(self) -> str:
+        """Return what the pairs are made of, for a line of the log."""
+        text = f'{self.form.name}: {self.num_pairs} pairs of {self.num_with_pairs} prompts by "{self.rating}"'
+        if self.num_possible > self.num_pairs:
+            text += f" (data.pairs_per_prompt: all gives {self.num_possible})"
+        return f"{text}; omitted: {self._omitted_text()}" if self.omitted else text
+
+    def _omitted_text(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in self.omitted.items())
+
+    def why_no_pair(self) -> str | None:
+        """Return why there is no pair, or None if there is one or no answer was read."""
+        ratings = [answer.rating for group in self.prompts.values() for answer in group.answers]
+        if self.num_pairs or not ratings:
+            return None
+        if len(set(ratings)) == 1:
+            value = bool(ratings[0]) if self.are_labels else f"{ratings[0]:g}"
+            return f'"{self.rating}" is {str(value).lower()} of all {len(ratings)} answers: none is better than another'
+        return f'no two answers to one prompt differ enough in "{self.rating}": {self._omitted_text()}'
+
+
+def rating_of(value: Any, column: str) -> float | None:
+    """Return the number of a rating, 1 and 0 for true and false; None without one. Raises BadRow D21 for others."""
+    rating = value
+    if value is None or (isinstance(value, str) and value.strip() in UNRATED):
+        return None
+    if isinstance(value, str):
+        rating = WORDS.get(value.strip().casefold(), value)
+        with suppress(ValueError):
+            rating = float(rating)
+    if isinstance(rating, int | float) and abs(rating) <= 1e300 and math.isfinite(rating):
+        return float(rating)
+    raise BadRow("D21", f'"{column}" is {value!r:.40}; expected a finite number, true or false')
+
+
+def _best_and_another(pairs: list[tuple[Answer, Answer]]) -> tuple[Answer, Answer]:
+    """Return the pair of the best answer and one of the worse ones, drawn by a hash of their texts."""
+    best, _ = max(pairs, key=lambda pair: pair[0].rating)
+    worse = [second for first, second in pairs if first is best]
+    names = [answer.text for answer in worse]
+    drawn = derive_seed(0, repr(names)) % len(worse)
+    return best, worse[drawn]
+
+
+def _columns_of_ratings(row: Row, form: RatedForm) -> Mapping[str, Any]:
+    """Return where the names of ratings are looked up: the row, or its first answer that is an object."""
+    if form.read is not _of_objects:
+        return row
+    answers = row[form.answers[0]]
+    objects = [answer for answer in answers if isinstance(answer, dict)] if isinstance(answers, list) else []
+    return objects[0] if objects else {}
+
+
+def _mean_of_aspects(aspects: Any) -> float | None:
+    """Return the mean of UltraFeedback's ratings of an answer, without those that are not given."""
+    if not isinstance(aspects, dict):
+        return None
+    given = [aspect.get("Rating") for aspect in aspects.values() if isinstance(aspect, dict)]
+    ratings = [rating_of(value, "Rating") for value in given]
+    known = [rating for rating in ratings if rating is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _list(row: Row, column: str) -> list[Any]:
+    value = row[column]
+    if not isinstance(value, list):
+        raise BadRow("D21", f'"{column}" is {describe_value(value)}; expected a list')
+    return value
