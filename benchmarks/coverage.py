@@ -114,12 +114,13 @@ def policies(rng: Rng, *, prompts: int, rows: int, kind: str) -> Covered:
     other = evaluated({"reward": theirs, "judge": table["theirs"], "length": zeros + 0.5}, zeros, zeros)
     scores = {"reward": ours, "judge": table["ours"], "length": table["result"]}
     policy = evaluated(scores, table["longer"], table["kl"])
-    means, rates = comparison.policy_scores(policy), comparison.win_rates(policy, other)
-    yield "mean", includes(means.judges["judge"].ci95, true["mean"])
+    means = comparison.policy_means(policy)
+    rates = comparison.win_rates(policy, other)
+    yield "mean", includes(means["judges"]["judge"].ci95, true["mean"])
     yield "win rate", includes(rates["judge"].ci95, true["win rate"])
     yield "difference", includes(rates["judge"].difference_ci95, true["difference"])
     if kind == "continuous":
-        yield "KL", includes(means.kl_ci95, true["KL"])
+        yield "KL", includes(means["kl_ci95"], true["KL"])
         yield "agreement", includes(rates["judge"].agrees_with_reward_ci95, true["agreement"])
         yield "length-controlled", includes(rates["length"].length_controlled_ci95, true["length-controlled"])
 

@@ -16,11 +16,11 @@ from rlhf_cli.commands.label.session import LabelSession, parse_annotators
 from rlhf_cli.commands.label.store import LabelStore
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.labels import LABELS, preference_pairs_of
-from rlhf_cli.errors import RLHFError, install_hint, shown
+from rlhf_cli.errors import RLHFError, install_hint, shell_path, shown
 from rlhf_cli.files import make_folder
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.rewards.function import no_bytecode_files
-from rlhf_cli.runs.layout import LABELS_FOLDER
+from rlhf_cli.runs.layout import LABELS_FOLDER, MANIFEST
 from rlhf_cli.runs.locks import lock_folder
 
 POOL = 4  # times as many pairs are drawn as are labelled, if the uncertain ones among them come first
@@ -80,6 +80,8 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
 def _next_step(run: Path, name: str, label_options: LabelOptions) -> str:
     """Return what the labels are for."""
     path = f"{LABELS_FOLDER}/{name}"
+    if label_options.compare is None and (run / "ppo" / MANIFEST).is_file():
+        return f"rlhf init next {shell_path(run)} {shell_path(run)}-2, a round that learns from them, too"
     if label_options.compare is None:
         return f"name them in {shown(run / 'reward.yaml')}, data: {{train: {path}}}, then rlhf run {shown(run)}"
     if label_options.by is not None:
