@@ -103,12 +103,14 @@ def test_two_models_are_compared_on_held_out_prompts_without_their_names(run: Pa
     assert settings.pop("compares") is True
     write_json(run / "labels/compare/settings.json", settings)  # as older versions wrote it
     must_succeed(label(run, "--compare", "sft,ppo", "--terminal"))
-    must_succeed(label(run, "--terminal", "--n", 1, typed="1\n"))
+    result = must_succeed(label(run, "--terminal", "--n", 1, typed="1\n"))
+    assert "next: rlhf init next run run-2, " in result.stderr
     assert "compares" not in json.loads((run / "labels/people/settings.json").read_text())
 
 
 def test_a_reward_stage_trains_on_the_labels_as_they_stand(run: Path) -> None:
-    must_succeed(label(run, "--terminal", "--n", 12, typed="1\n" * 6 + "2\n" * 4 + "0\nb\n"))
+    result = must_succeed(label(run, "--terminal", "--n", 12, typed="1\n" * 6 + "2\n" * 4 + "0\nb\n"))
+    assert result.stderr.splitlines()[-1].startswith("next: name them in run/reward.yaml, ")
     must_succeed(label(run, "--export", run / "pairs.jsonl"))
     assert len(lines(run / "pairs.jsonl")) == 10
     shutil.rmtree(run / "reward")
