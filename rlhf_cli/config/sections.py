@@ -265,17 +265,24 @@ class _Data(Section):
             splits = ("train",)
         if name is None:
             return None
-        options = self.model_dump(include=READING_OPTIONS)
+        options = {"share": share, "splits": splits, **self.model_dump(include=READING_OPTIONS)}
         if isinstance(name, str):
-            return DataSource(name, where(f"data.{key}"), share=share, splits=splits, **options)
+            return DataSource(name, where(f"data.{key}"), **options)
 
         parts = []
         for number, entry in enumerate(name):
-            own = {"columns": entry.columns or self.columns, "format": entry.format or self.format}
-            weight = 1.0 if is_held_out else entry.weight
-            source = DataSource(entry.path, share=share, splits=splits, weight=weight, **options | own)
-            parts.append(replace(source, where=where(f"data.{self.TRAIN_KEY}.{number}")))
+            part = self._part(entry, where(f"data.{self.TRAIN_KEY}.{number}"), options)
+            parts.append(replace(part, weight=1.0) if is_held_out else part)
         return replace(parts[0], where=where(f"data.{key}"), parts=tuple(parts))
+
+    def _part(self, entry: MixedSource, where: str, options: dict[str, Any]) -> DataSource:
+        """Return a source of a list, with its own columns and format if it has any."""
+        own = {
+            "columns": entry.columns or self.columns,
+            "format": entry.format or self.format,
+            "weight": entry.weight,
+        }
+        return DataSource(entry.path, where, **{**options, **own})
 
 
 class SFTData(_Data):

@@ -63,13 +63,22 @@ def _find_secrets(node: Any, prefix: str = "") -> Iterator[Secret]:
     for name, value in entries:
         key = f"{prefix}{name}"
         text = value if isinstance(value, str) else ""
-        is_named_secret = text and SECRET_KEY.fullmatch(str(name))
-        if is_named_secret or TOKEN.search(str(name)) or TOKEN.search(text):
+        if _is_secret(str(name), text):
             yield Secret(node, name, key, HINT)
-        elif isinstance(value, dict | list):
+            continue
+        if isinstance(value, dict | list):
             yield from _find_secrets(value, f"{key}.")
-        elif part := _secret_part_of_urls(text, is_url=name == "url"):
+            continue
+        part = _secret_part_of_urls(text, is_url=name == "url")
+        if part:
             yield Secret(node, name, key, URL_HINT, f": {part}")
+
+
+def _is_secret(name: str, text: str) -> bool:
+    """Return True if the name of a key says that its text is a secret, or one of both looks like a token."""
+    if text and SECRET_KEY.fullmatch(name):
+        return True
+    return bool(TOKEN.search(name) or TOKEN.search(text))
 
 
 def _secret_part_of_urls(text: str, *, is_url: bool) -> str | None:
