@@ -75,6 +75,7 @@ def _train(config: DPOConfig, stage: lifecycle.StageRun) -> None:
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
         rows, eval_rows = training_rows.read_train_and_eval(config, tokenizer, model.config)
+    fields = lifecycle.manifest_fields(config, tokenizer, stop_id)  # reads data, which may be gone at the end
 
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
@@ -97,7 +98,6 @@ def _train(config: DPOConfig, stage: lifecycle.StageRun) -> None:
             metrics = evaluate_saved_model(config, stage, tokenizer, trained.base, eval_rows)
             _log_evaluation(trained, metrics)
 
-    fields = lifecycle.manifest_fields(config, tokenizer, stop_id)
     stage.complete({**fields, "metrics": metrics, "step": trained.steps})
     if metrics:
         accuracy = with_interval(metrics["accuracy"], metrics["accuracy_ci95"])

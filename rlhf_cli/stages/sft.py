@@ -76,6 +76,7 @@ def _train(config: SFTConfig, stage: lifecycle.StageRun) -> None:
     else:
         with process_group.main_process_first():
             rows, eval_rows = training_rows.read_train_and_eval(config, tokenizer, model.config)
+    fields = lifecycle.manifest_fields(config, tokenizer, stop_id)  # reads data, which may be gone at the end
 
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
@@ -100,7 +101,6 @@ def _train(config: SFTConfig, stage: lifecycle.StageRun) -> None:
             _log_evaluation(trained, held_out_metrics)
             metrics |= held_out_metrics
 
-    fields = lifecycle.manifest_fields(config, tokenizer, stop_id)
     stage.complete({**fields, "metrics": metrics, "step": trained.steps})
 
 

@@ -20,6 +20,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.stages import sft
+from rlhf_cli.stages.common.lifecycle import StageRun
 from tests.conftest import World
 
 pytestmark = pytest.mark.full
@@ -46,6 +47,21 @@ def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
     train(config_of(world, folder))
     return folder
+
+
+def test_data_that_vanish_once_they_are_read_end_no_run(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    shutil.copy(world.sft, rows)
+    begin = StageRun.begin_training
+
+    def begin_without_data(stage: StageRun) -> None:
+        begin(stage)
+        rows.unlink()
+
+    monkeypatch.setattr(StageRun, "begin_training", begin_without_data)
+    assert train(config_of(world, tmp_path / "run", rows))["step"] == 8 and not rows.exists()
 
 
 @pytest.fixture

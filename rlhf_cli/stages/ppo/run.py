@@ -37,6 +37,7 @@ def _train(config: PPOConfig, stage: lifecycle.StageRun) -> None:
     rewards = components.trainer.rewards.values()
     reward_judges.check_calls_of_run(config, len(components.prompts))
     stage.process_group.run_on_main(lambda: reward_judges.pass_probes(rewards))
+    fields = lifecycle.manifest_fields(config, components.tokenizer, components.stop_token_id)  # reads data
     stage.begin_training()
 
     runner = PPORunner(config, components)
@@ -51,7 +52,7 @@ def _train(config: PPOConfig, stage: lifecycle.StageRun) -> None:
 
     stage.complete(
         {
-            **lifecycle.manifest_fields(config, components.tokenizer, components.stop_token_id),
+            **fields,
             "metrics": metrics,
             "engine": getattr(components.trainer.engine, "name", None),
             **outcome.manifest_fields(),
