@@ -197,11 +197,15 @@ class Quantity:
     @classmethod
     def of_weights(cls, name: str, repeated: Mapping[str, Tensor], recorded: Mapping[str, Tensor]) -> "Quantity":
         """Compare tensors of the same names."""
-        largest = max(float(weight.abs().max()) for weight in repeated.values())
-        differences = [
-            float((weight.cpu().double() - recorded[key].double()).abs().max()) for key, weight in repeated.items()
-        ]
-        return cls(name, sum(weight.numel() for weight in repeated.values()), largest, max(differences))
+        count = 0
+        largest = []
+        differences = []
+        for key, weight in repeated.items():
+            count += weight.numel()
+            largest.append(float(weight.abs().max()))
+            difference = weight.cpu().double() - recorded[key].double()
+            differences.append(float(difference.abs().max()))
+        return cls(name, count, max(largest), max(differences))
 
 
 def _difference(value: Any, other: Any) -> float:

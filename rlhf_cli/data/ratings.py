@@ -74,8 +74,8 @@ FORMS = (
     RatedForm("UltraFeedback", ("completions",), ("overall_score", "fine-grained_score", ASPECTS), _of_objects),
     RatedForm(
         "two answers and the number of the better one",
-        ("response_0", "response_1"),
-        ("better_response_id", "safer_response_id"),
+        TWO_ANSWERS,
+        BETTER_OF_TWO,
         _of_numbered,
     ),
     RatedForm("one rated answer a row", ("response",), (*SCORES, "label"), _of_one_answer, across_rows=True),

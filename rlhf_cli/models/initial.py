@@ -57,15 +57,20 @@ def _check_architecture(policy: Parent, sft: Parent, options: Options) -> None:
 
 def _check_adapters(initial: Parent, sft: Parent, adapters: LoRA, options: Options) -> None:
     """Raise RLHFError C17 unless the model is an adapter of the SFT model with these settings."""
-    key = f"{sft.key.partition('.')[0]}.adapters"
+    section, _, _ = sft.key.partition(".")
+    key = f"{section}.adapters"
+    model = f"{initial.key} {shown(initial.path)}"
     if initial.base is None:
-        text = f"{initial.key} {shown(initial.path)} holds whole weights, and {key} trains adapters of {sft.key}"
+        text = f"{model} holds whole weights, and {key} trains adapters of {sft.key}"
         raise RLHFError("C17", text, hint=f"remove {key}, or {initial.key}")
+
     if not runs.is_adapter_of(initial, sft):
-        text = f"{initial.key} {shown(initial.path)} is an adapter of {shown(initial.base.path)}, not of {sft.key}"
-        raise RLHFError("C17", text, hint=f"set {sft.key}: {shown(initial.base.path)}; or remove {key}")
+        base = shown(initial.base.path)
+        text = f"{model} is an adapter of {base}, not of {sft.key}"
+        raise RLHFError("C17", text, hint=f"set {sft.key}: {base}; or remove {key}")
 
     model_config = load.read_config(sft.model, options.trust_remote_code)
-    for name, (stored, wanted) in lora.compare_settings(initial.model, adapters, model_config, key).items():
-        text = f"{key}.{name} is {wanted}, and {initial.key} {shown(initial.path)} has adapters with {stored}"
+    differences = lora.compare_settings(initial.model, adapters, model_config, key)
+    for name, (stored, wanted) in differences.items():
+        text = f"{key}.{name} is {wanted}, and {model} has adapters with {stored}"
         raise RLHFError("C17", text, hint=f"set {key}.{name}: {stored}; or remove {initial.key}")
