@@ -18,6 +18,8 @@ TEXTS = re.compile(
 Answer = tuple[int, bytes, dict[str, str]]  # status, body, headers
 Rule = Callable[[str, str, str], str]  # prompt, first, second -> winner
 
+RUN_PROMPTS = ("tell me about", "what is a ")  # how the prompts of the tests' runs begin
+
 
 def sensible(prompt: str, first: str, second: str) -> str:
     """Prefer the answer that shares a long word with the prompt, then the one that begins with a capital letter."""
@@ -29,6 +31,13 @@ def sensible(prompt: str, first: str, second: str) -> str:
 
     ours, theirs = quality(first), quality(second)
     return "tie" if ours == theirs else "1" if ours > theirs else "2"
+
+
+def longer(prompt: str, first: str, second: str) -> str:
+    """Prefer the longer answer to a prompt of the tests' runs; of the probe's texts the sensible one."""
+    if not prompt.startswith(RUN_PROMPTS):
+        return sensible(prompt, first, second)
+    return "tie" if len(first) == len(second) else "1" if len(first) > len(second) else "2"
 
 
 class StandIn(ThreadingHTTPServer):

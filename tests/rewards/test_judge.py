@@ -30,17 +30,10 @@ pytestmark = pytest.mark.full
 CALLS = 2 * (16 + 8)
 
 
-def longer(prompt: str, first: str, second: str) -> str:
-    """Prefer the longer answer; of the probe's texts the sensible one."""
-    if not prompt.startswith("tell me about"):
-        return stand_in_judge.sensible(prompt, first, second)
-    return "tie" if len(first) == len(second) else "1" if len(first) > len(second) else "2"
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with stand_in_judge.stand_in(longer) as server:
+    with stand_in_judge.stand_in(stand_in_judge.longer) as server:
         yield server
 
 
@@ -67,7 +60,7 @@ def texts_of(bodies: list[Any]) -> set[tuple[str, str, str]]:
 def straight(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], str]:
     """A run with a judge that is asked one question at a time, the requests, and what was printed."""
     folder = Path(shutil.copytree(origin, tmp_path_factory.mktemp("judged") / "run"))
-    with pytest.MonkeyPatch.context() as patch, stand_in_judge.stand_in(longer) as server:
+    with pytest.MonkeyPatch.context() as patch, stand_in_judge.stand_in(stand_in_judge.longer) as server:
         patch.delenv("OPENAI_API_KEY", raising=False)
         result = must_succeed(ppo(judged(folder, server, concurrency=1)))
         return folder, list(server.requests), result.stderr

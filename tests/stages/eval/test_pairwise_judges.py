@@ -19,18 +19,10 @@ pytestmark = pytest.mark.full
 QUICK = {"n": 12, "best_of": [2], "frontier": False, "modes": ["sampled"], "per_device_batch_size": 8}
 
 
-def longer(prompt: str, first: str, second: str) -> str:
-    """Prefer the longer answer; of the probe's texts the sensible one."""
-    winner = stand_in_judge.sensible(prompt, first, second)
-    if not prompt.startswith("what is a "):
-        return winner
-    return "tie" if len(first) == len(second) else "1" if len(first) > len(second) else "2"
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with stand_in_judge.stand_in(longer) as server:
+    with stand_in_judge.stand_in(stand_in_judge.longer) as server:
         yield server
 
 
