@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench bench-memory bench-learning gpu golden test test-slow distributed browser vllm-test chaos damage fuzz lint complexity check smoke sft reward ppo eval pipeline schemas clean
+.PHONY: help demo reviews bench bench-memory bench-learning gpu golden test test-slow distributed browser vllm-test chaos damage fuzz lint complexity check smoke sft reward ppo eval pipeline schemas package clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -125,6 +125,13 @@ pipeline: $(VENV)/.installed ## the stages of CONFIG=configs/demo that are not u
 
 schemas: $(VENV)/.installed ## regenerate the JSON Schemas for editors
 	for stage in sft reward dpo ppo eval; do $(RLHF) schema $$stage > schemas/$$stage.json; done
+
+# The Pythons of this machine that the package supports.
+PYTHONS ?= $(shell for python in python3.11 python3.12 python3.13 python3.14; do $$python -V >/dev/null 2>&1 && echo $$python; done)
+package: $(VENV)/.installed ## build dist/, and run the `ci` preset from the wheel in a clean environment of each Python (PYTHONS=)
+	$(VENV)/bin/python -m pip install -q build
+	rm -rf dist && $(VENV)/bin/python -m build
+	scripts/try_wheel.sh dist/*.whl $(PYTHONS)
 
 clean: ## remove build and cache folders; runs/ and the installation stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

@@ -186,3 +186,21 @@ def test_the_example_workflow_is_the_tiny_chain_and_keeps_its_report() -> None:
     assert install.startswith("pip install ") and install.endswith(" -c rlhf-cli/constraints.txt ./rlhf-cli")
     assert rest == ["rlhf init ci smoke", "rlhf run smoke"]
     assert "smoke/eval/report.html" in EXAMPLE
+
+
+def test_a_release_is_cited_by_its_version_and_tried_as_here() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == metadata.version("rlhf-cli")
+    release = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    (trial,) = steps(release, "try")
+    assert trial == "scripts/try_wheel.sh dist/*.whl python"
+    assert trial.removesuffix("python") + "$(PYTHONS)" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_image_copies_files_that_are_there_and_installs_extras_that_are_declared() -> None:
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    (extras,) = re.findall(r"'\.\[(.*)\]'", "\n".join(lines))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
