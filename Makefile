@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench bench-memory bench-learning gpu golden test test-slow distributed browser vllm-test chaos damage fuzz lint complexity check smoke sft reward ppo eval pipeline schemas package clean
+.PHONY: help demo reviews bench bench-memory bench-learning gpu golden test test-slow distributed browser vllm-test chaos damage fuzz lint complexity check smoke sft reward ppo eval pipeline schemas docs package clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -126,6 +126,9 @@ pipeline: $(VENV)/.installed ## the stages of CONFIG=configs/demo that are not u
 schemas: $(VENV)/.installed ## regenerate the JSON Schemas for editors
 	for stage in sft reward dpo ppo eval; do $(RLHF) schema $$stage > schemas/$$stage.json; done
 
+docs: $(VENV)/.installed-docs ## the site of docs/ into site/: fails on a broken link, or a page outside of the navigation
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -q
+
 # The Pythons of this machine that the package supports.
 PYTHONS ?= $(shell for python in python3.11 python3.12 python3.13 python3.14; do $$python -V >/dev/null 2>&1 && echo $$python; done)
 package: $(VENV)/.installed ## build dist/, and run the `ci` preset from the wheel in a clean environment of each Python (PYTHONS=)
@@ -134,7 +137,7 @@ package: $(VENV)/.installed ## build dist/, and run the `ci` preset from the whe
 	scripts/try_wheel.sh dist/*.whl $(PYTHONS)
 
 clean: ## remove build and cache folders; runs/ and the installation stay
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache
 	find rlhf_cli tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # One worker a core; the tests of a file share what they made. Not the files with the fewest tests last: they take longest.
@@ -158,6 +161,11 @@ $(PEER)/.installed: benchmarks/speed/peer.txt
 	@test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
 	@$(PEER)/bin/python -m pip install -q -r $<
 	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[docs]'
+	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
