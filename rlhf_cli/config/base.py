@@ -42,7 +42,7 @@ def _check_path_length(path: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab", "comet_ml"]
 TRACKER_NAMES: tuple[str, ...] = get_args(TrackerName)
 
 

@@ -43,6 +43,14 @@ class TrackerRun:
         return path
 
 
+def hyperparameters(config: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """Return the values of a config by keys as for --set; a list or null is JSON."""
+    return {
+        key: value if isinstance(value, str | int | float) else json.dumps(value)
+        for key, value in flatten(config).items()
+    }
+
+
 # A tracker has the methods metrics, table, histograms and close, and two attributes. `last`: the last step logged by an
 # earlier start; repeated steps up to it must not be logged again. `place`: URL, folder or command to view it, for the
 # terminal. If a method raises, no further method except close is called.
@@ -62,12 +70,7 @@ class TensorBoard:
         self.place = f"{shown(folder)} (tensorboard --logdir {shell_path(run.folder.parent)})"
         if self.last == NO_STEP:
             assert self.writer.file_writer
-            by_key = flatten(run.config)  # by keys as for --set
-            hyperparameters = {
-                key: value if isinstance(value, str | int | float) else json.dumps(value)
-                for key, value in by_key.items()
-            }
-            for summary in hparams(hyperparameters, {}):
+            for summary in hparams(hyperparameters(run.config), {}):
                 self.writer.file_writer.add_summary(summary)
             self._text("config", json.dumps(run.config, indent=2, ensure_ascii=False), 0)
 

@@ -6,6 +6,7 @@ Errors of a tracker never stop a training. Its library is imported when its run 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -13,10 +14,11 @@ from typing import Any
 
 from rlhf_cli import distributed, terminal
 from rlhf_cli.config.base import Config
-from rlhf_cli.errors import RLHFError, install_hint, redact
+from rlhf_cli.errors import RLHFError, redact
+from rlhf_cli.tracking.adapter import LIBRARIES, AccelerateTracker
 from rlhf_cli.tracking.backends import NO_STEP, TensorBoard, TrackerRun, Trackio, WandB
 
-Tracker = TensorBoard | WandB
+Tracker = TensorBoard | WandB | AccelerateTracker
 Line = Mapping[str, Any]  # of a log: `step`, and numbers by name
 
 
@@ -119,7 +121,7 @@ def require(config: Config) -> None:
     missing = [name for name in config.output.report_to if find_spec(name) is None]
     if missing:
         text = f"output.report_to names trackers that are not installed: {', '.join(missing)}"
-        hint = f"{install_hint('trackers')}; or remove it"
+        hint = f"pip install {' '.join(missing)}, or remove {'them' if len(missing) > 1 else 'it'}"
         raise RLHFError("E06", text, where=config.where("output.report_to"), hint=hint)
 
 
@@ -149,4 +151,9 @@ def _redacted(value: Any) -> Any:
     return redact(value) if isinstance(value, str) else value
 
 
-TRACKERS: dict[str, Callable[[TrackerRun], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+TRACKERS: dict[str, Callable[[TrackerRun], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": Trackio,
+    **{library: partial(AccelerateTracker, library) for library in LIBRARIES},
+}

@@ -103,10 +103,10 @@ def test_imported_packages_are_the_declared_ones() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             roots = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"rlhf_cli"}
             found |= {canonicalize_name(theirs.get(root, root)) for root in roots}
-    # torch has tensorboard's writer; DeepSpeed is the user's to install (docs/scaling.md); pydantic pins its own core.
+    # torch has tensorboard's writer; DeepSpeed, MLflow and Comet are the user's to install; pydantic pins its own core.
     others = extras["judge"] | extras["label"] | extras["qlora"] | extras["verifiers"]
     others |= extras["trackers"] - {"tensorboard"}
-    others |= {"deepspeed", "pydantic-core"}
+    others |= {"deepspeed", "pydantic-core", "mlflow", "comet-ml"}
     assert found - declared == others
     assert declared <= found
 
