@@ -27,6 +27,14 @@ def test_the_page_of_all_keys_is_current() -> None:
     assert page == (ROOT / "docs/config.md").read_text(encoding="utf-8"), "run: python scripts/config_reference.py"
 
 
+@pytest.mark.full
+def test_the_page_of_one_gpu_is_current() -> None:
+    """Its first example; each takes seven seconds."""
+    script = runpy.run_path(str(ROOT / "scripts/one_gpu_page.py"))
+    example = script["section"](script["EXAMPLES"][0])
+    assert example in (ROOT / "docs/one-gpu.md").read_text(encoding="utf-8"), "run: python scripts/one_gpu_page.py"
+
+
 @pytest.mark.parametrize("text", REWARD_EXAMPLES)
 def test_an_example_of_rewards_loads(text: str, tmp_path: Path) -> None:
     rest = "" if "\nppo:\n" in text else "ppo:\n"
