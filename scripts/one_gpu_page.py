@@ -3,7 +3,6 @@
 `python scripts/one_gpu_page.py` writes the page; half a minute. Nothing is loaded or trained.
 """
 
-import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -41,8 +40,8 @@ EXAMPLES = [
 ]
 HEAD = """# One GPU: 24, 48, 80 GB
 
-`rlhf init preferences` takes the first placement of the four models that fits your GPU, and writes it into four files. This page has
-whole examples, so that you see what to expect and what to change.
+`rlhf init preferences` takes the first placement of the four models that fits your GPU, and writes it into four
+files. This page has whole examples, so that you see what to expect and what to change.
 
 ```
 rlhf init preferences runs/mine --data pairs.jsonl --base Qwen/Qwen3-4B --gpu 24     # --gpu: only for another machine
@@ -50,16 +49,18 @@ rlhf plan runs/mine --gpu 24                                                    
 rlhf run runs/mine
 ```
 
-`python scripts/one_gpu_page.py` wrote the examples: 200 pairs with prompts of up to 160 and answers of up to 300 tokens, models by
-their published sizes. The memory is an estimate, 0 to 15 % above [the peaks that were measured](results/memory.md#accuracy-of-rlhf-plan).
-Paths of data and comments are left out; epochs and episodes follow the number of pairs. [More models and GPUs](results/placement.md); [what each line costs](scaling.md#what-fits-on-which-gpu).
+`python scripts/one_gpu_page.py` wrote the examples: 200 pairs with prompts of up to 160 and answers of up to 300 words,
+models by their published sizes. The memory is an estimate, 0 to 15 % above
+[the peaks that were measured](results/memory.md#accuracy-of-rlhf-plan). Paths of data and comments are left out; epochs
+and episodes follow the number of pairs. [More models and GPUs](results/placement.md);
+[what each line costs](scaling.md#what-fits-on-which-gpu).
 """
 TAIL = """## If it does not fit, or is slow
 
 | You see | Change |
 |---|---|
-| E03 before a stage, or out of memory in it | `rlhf plan RUN/STAGE.yaml` names the phase, and prints two sets of keys that fit |
-| the update does not fit | `ppo.per_device_train_batch_size` half as large, `gradient_accumulation_steps` twice: the same update |
+| E03, or out of memory | `rlhf plan RUN/STAGE.yaml` names the phase, and prints two sets of keys that fit |
+| the update does not fit | half `ppo.per_device_train_batch_size`, twice `ppo.gradient_accumulation_steps` |
 | the rollout does not fit | `ppo.local_rollout_forward_batch_size`, or a shorter `ppo.response_length` |
 | whole weights do not fit | `--adapters lora` or `qlora` of `rlhf init` |
 """
