@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rlhf_cli import config
+from rlhf_cli.commands import explain
 from rlhf_cli.config.ppo import BUILTINS, KINDS, RewardSourceSettings
 from rlhf_cli.config.sections import Adapters, LoRA
 from rlhf_cli.rewards import builtin
@@ -25,6 +26,20 @@ ADAPTER_EXAMPLES = re.findall(r"```yaml\n# (sft|reward|ppo)\.yaml.*?\n(.*?)```",
 def test_the_page_of_all_keys_is_current() -> None:
     page = runpy.run_path(str(ROOT / "scripts/config_reference.py"))["page"]()
     assert page == (ROOT / "docs/config.md").read_text(encoding="utf-8"), "run: python scripts/config_reference.py"
+
+
+def test_what_replaces_the_options_of_other_systems_exists() -> None:
+    """Each name in the right column of docs/coming-from.md is a key, or the value of one."""
+    page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    names = set()
+    for line in page.splitlines():
+        if line.startswith("|") and line.count("|") == 3:
+            for quoted in re.findall(r"`([^`]+)`", line.split("|")[2]):
+                names |= set(re.findall(r"[a-z_.]*_[a-z_]+(?=: |$)|^[a-z]+\.[a-z_]+", quoted))
+    known = {key.path for _, key in explain._all_keys()}
+    known |= {path.rpartition(".")[2] for path in known}
+    assert len(names) > 25
+    assert sorted(names - known) == []
 
 
 @pytest.mark.full
