@@ -84,7 +84,7 @@ def section(example: Example) -> str:
             example.gib,
         )
         planned = call("plan", run, "--gpu", example.gib, "--flops", FLOPS)
-        files = [f"# {stage}.yaml\n{settings(run / f'{stage}.yaml', folder, example)}" for stage in STAGES]
+        files = [settings(run / f"{stage}.yaml", folder, example) for stage in STAGES]
     return "\n".join(
         [
             f"## {example.gib} GB: {example.model}\n",
@@ -92,9 +92,7 @@ def section(example: Example) -> str:
             "```text",
             *memory_lines(planned),
             "```\n",
-            "```yaml",
             *files,
-            "```\n",
         ]
     )
 
@@ -112,10 +110,11 @@ def memory_lines(planned: str) -> list[str]:
 
 
 def settings(path: Path, folder: Path, example: Example) -> str:
-    """Return a file's settings without comments and data, with the model's name on the Hub."""
+    """Return a file as a block of YAML without comments and data, with the model's name on the Hub."""
     loaded = yaml.safe_load(path.read_text(encoding="utf-8").replace(str(folder / "base"), example.hub))
     kept = {key: value for key, value in loaded.items() if key not in ("seed", "data")}
-    return yaml.safe_dump(kept, sort_keys=False, default_flow_style=None, width=110)
+    text = yaml.safe_dump(kept, sort_keys=False, default_flow_style=None, width=110)
+    return f"```yaml\n# {path.name}\n{text}```\n"
 
 
 def call(*arguments: object) -> str:
