@@ -9,7 +9,7 @@ from mkdocs.structure.files import File, Files
 def on_files(files: Files, config: Any) -> Files:
     """Add the examples to the files of the site."""
     root = Path(config.config_file_path).parent
-    for path in (root / "examples").glob("*.py"):
+    for path in (root / "examples").glob("*.*"):
         files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
     return files
 
