@@ -180,6 +180,7 @@ class RewardModel(_ModelKeys):
 
 READING_OPTIONS = {
     "subset", "revision", "max_rows", "columns", "format", "on_bad", "pairs_per_prompt", "min_rating_gap",
+    "margin_per_point",
 }  # fmt: skip
 RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt")
 
@@ -299,6 +300,7 @@ class RewardData(SFTData):
     on_identical: Literal["error", "drop"] = "error"
     pairs_per_prompt: Literal["one", "all"] = "one"
     min_rating_gap: NonNegativeFloat = 0.0
+    margin_per_point: NonNegativeFloat | None = None
 
 
 class WordRange(Range):

@@ -46,6 +46,7 @@ class DataSource:
     on_bad: Literal["error", "drop"] = "error"
     pairs_per_prompt: Literal["one", "all"] = "one"  # of rated answers
     min_rating_gap: float = 0.0
+    margin_per_point: float | None = None  # None: of grades, the margin of Llama 2; of ratings, none
     share: HoldoutSplit | None = None
     first_words: tuple[int, int] | None = None  # minimum and maximum number of words to keep of a prompt
     splits: tuple[str, ...] = ("train",)  # tried in this order if the name has no [SPLIT]

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource, suffix
 from rlhf_cli.data import columns, conversions, texts
+from rlhf_cli.data.grades import GradedPairs
 from rlhf_cli.data.ratings import COLUMNS as RATED_COLUMNS
 from rlhf_cli.data.ratings import RatedAnswers
 from rlhf_cli.data.readers import TABLES, BadRow, Row, RowIterator, RowLocation, describe_value, format_columns
@@ -81,6 +82,7 @@ class DatasetReader:
         # How rows are converted, by the first row.
         self.stored: list[str] = []  # columns whose text is a list of messages
         self.rated: RatedAnswers | None = None  # if rows are rated answers, which become pairs
+        self.graded: GradedPairs | None = None  # if pairs have grades, which become margins
         self.other_format = ""  # its name, if rows are of one that is converted
         self.renamed_roles: dict[str, None] = {}  # in their order
         self.whole_dialogues = False  # chosen and rejected are transcripts that contain the prompt beside them
@@ -118,15 +120,35 @@ class DatasetReader:
             yield located
 
     def _with_pairs_of_rated(self, rows: RowIterator) -> RowIterator:
-        """Yield the rows, or the pairs of the rated answers that they hold. Raises RLHFError D22 without a pair."""
+        """Yield the rows; of rated answers their pairs, and graded pairs with their margins.
+
+        Raises RLHFError D22 without a pair.
+        """
         first = next(rows, None)
         if first is None:
             return
         rows = chain([first], rows)
+        if "chosen" not in self._known:
+            yield from rows
+            return
+
         row = self._rename(first[1])
-        if "chosen" in self._known and self._own_form(row) is None:
+        form = self._own_form(row)
+        if form is None:
             self.rated = RatedAnswers.of(row, self.source)
-        yield from self._pairs_of_rated(rows, self.rated) if self.rated else rows
+        elif not self._are_prompts:
+            self.graded = GradedPairs.of(row, self.source)
+        if self.rated:
+            yield from self._pairs_of_rated(rows, self.rated)
+        elif self.graded:
+            yield from self.graded.pairs(rows, self.note)
+        else:
+            yield from rows
+
+        judged = self.rated or self.graded
+        reason = judged.why_no_pair() if judged else None
+        if reason and not self.problems:
+            raise RLHFError("D22", reason, where=self.source.shown(), hint=NO_PAIR_HINT)
 
     def _pairs_of_rated(self, rows: RowIterator, rated: RatedAnswers) -> RowIterator:
         for location, raw in rows:
@@ -136,10 +158,6 @@ class DatasetReader:
                 self.note(location, bad)
         self.columns = {}  # the pairs have rlhf's names
         yield from rated.pairs()
-
-        reason = rated.why_no_pair()
-        if reason and not self.problems:
-            raise RLHFError("D22", reason, where=self.source.shown(), hint=NO_PAIR_HINT)
 
     def _convert(self, location: RowLocation, raw: Row) -> tuple[Form, Row]:
         """Return the form and the row under rlhf's names; the first row decides how all are converted."""
@@ -337,8 +355,9 @@ class DatasetReader:
         return ("prompt",) in self.forms
 
     def _conversion_texts(self) -> Iterator[str]:
-        if self.rated:
-            yield self.rated.summary()
+        judged = self.rated or self.graded
+        if judged:
+            yield judged.summary()
         if self.stored:
             yield f"{', '.join(self.stored)}: lists of messages stored as text, parsed"
         if self.other_format:
@@ -405,7 +424,7 @@ class DatasetReader:
 
     def _columns_beside(self) -> list[str]:
         """Return the columns of the file that are read beside those of the form."""
-        beside = ["margin"] if "chosen" in self.form else []
+        beside = ["margin"] if "chosen" in self.form and not self.graded else []
         if self._has_messages or self.reads_system_texts:
             beside += columns.SYSTEM_COLUMNS
         if self._reads_tools:
@@ -422,6 +441,8 @@ class DatasetReader:
 
     def _unread_columns(self) -> list[str]:
         read = {*self._columns_of_form(), *self._columns_beside()}
+        if self.graded:
+            read |= {self.graded.column, "margin"}
         return [name for name in self._values if name not in read]
 
     def columns_text(self) -> str:
@@ -433,6 +454,8 @@ class DatasetReader:
         else:
             names = {name: self._file_column(name) for name in self.form}
             parts = [name if name == column else f"{name} from {column}" for name, column in names.items()]
+        if self.graded:
+            parts.append(f"margin from {self.graded.column}")
         text = ", ".join([*parts, *self._columns_beside()])
         unread = self._unread_columns()
         if not unread:

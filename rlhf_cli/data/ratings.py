@@ -1,4 +1,4 @@
-"""Preference pairs of rated answers: lists of scores, one rated answer a row, the number of the better one, labels.
+"""Preference pairs of rated answers: lists of scores, one rated answer a row, the better one of two, labels.
 
 A further form of rows is an entry of FORMS: where it has its answers and ratings, and a function that reads a row.
 """
@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.columns import system_text
+from rlhf_cli.data.grades import GRADES, MARGIN_PER_GRADE, UNRATED, Margins, grade_of
 from rlhf_cli.data.readers import BadRow, Row, RowIterator, RowLocation, describe_value
 from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.data.scales import check_scales
 
-PROMPTS = ("prompt", "instruction")
-UNRATED = ("", "N/A", "n/a", "None")  # texts in place of a rating
+PROMPTS = ("prompt", "instruction", "context")  # the last one only if it is a list of messages, as in HelpSteer3
 ASPECTS = "annotations"  # of UltraFeedback: {ASPECT: {Rating}}, rated by their mean
 WORDS = {"true": True, "false": False}  # labels in a table
 
@@ -30,6 +31,8 @@ class RatedForm(NamedTuple):
     ratings: tuple[str, ...]  # columns that may hold the ratings, the usual one first
     read: Callable[[Row, "RatedForm", str], list[tuple[Any, Any]]]  # the answers of a row, each with its rating
     across_rows: bool = False  # answers in several rows are compared if they have the same prompt
+    rates_inside: bool = False  # each answer is an object that holds its rating
+    margin_per_point: float = 0.0  # unless data.margin_per_point sets it
 
 
 def _of_lists(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
@@ -61,6 +64,14 @@ def _of_numbered(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]
     return [(row[column], int(number == better)) for number, column in enumerate(form.answers)]
 
 
+def _of_graded(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
+    first, second = form.answers
+    grade = grade_of(row[rating], rating)
+    if grade is None:
+        return []
+    return [(row[first], max(0.0, -grade)), (row[second], max(0.0, grade))]
+
+
 def _of_one_answer(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
     (column,) = form.answers
     return [(row[column], row[rating])]
@@ -69,15 +80,24 @@ def _of_one_answer(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, An
 SCORES = ("score", "rating", "helpfulness")
 TWO_ANSWERS = ("response_0", "response_1")
 BETTER_OF_TWO = ("better_response_id", "safer_response_id")
+GRADED = "two answers and the grade of the preference"
 FORMS = (
     RatedForm("lists of answers and scores", ("responses",), ("scores",), _of_lists),
-    RatedForm("UltraFeedback", ("completions",), ("overall_score", "fine-grained_score", ASPECTS), _of_objects),
+    RatedForm(
+        "UltraFeedback",
+        ("completions",),
+        ("overall_score", "fine-grained_score", ASPECTS),
+        _of_objects,
+        rates_inside=True,
+    ),
     RatedForm(
         "two answers and the number of the better one",
         TWO_ANSWERS,
         BETTER_OF_TWO,
         _of_numbered,
     ),
+    RatedForm(GRADED, ("response_1", "response_2"), GRADES, _of_graded, margin_per_point=MARGIN_PER_GRADE),
+    RatedForm(GRADED, ("response1", "response2"), GRADES, _of_graded, margin_per_point=MARGIN_PER_GRADE),
     RatedForm("one rated answer a row", ("response",), (*SCORES, "label"), _of_one_answer, across_rows=True),
     RatedForm("one rated answer a row", ("completion",), ("label", *SCORES), _of_one_answer, across_rows=True),
 )
@@ -110,6 +130,7 @@ class RatedAnswers:
         self.rating = rating
         self.prompt = prompt
         self.source = source
+        self.margins = Margins.of(source, form.margin_per_point)
         self.prompts: dict[Any, PromptAnswers] = {}
         self.omitted: Counter[str] = Counter()
         self.num_possible = 0
@@ -121,7 +142,7 @@ class RatedAnswers:
     @classmethod
     def of(cls, row: Row, source: DataSource) -> "RatedAnswers | None":
         """Return an empty collection for rows like this one, None if it has no rated answers."""
-        prompts = [name for name in PROMPTS if name in row]
+        prompts = [name for name in PROMPTS if name in row and (name != "context" or isinstance(row[name], list))]
         named = source.columns.get("rating")
         for form in FORMS:
             if not (prompts and all(name in row for name in form.answers)):
@@ -135,7 +156,7 @@ class RatedAnswers:
     def add(self, location: RowLocation, row: Row) -> None:
         """Add the answers of a row. Raises BadRow D12 without its columns, D21 for ratings that do not fit."""
         needed = [self.prompt, *self.form.answers]
-        if self.form.read is not _of_objects:
+        if not self.form.rates_inside:
             needed.append(self.rating)
         for name in needed:
             if name not in row:
@@ -165,7 +186,13 @@ class RatedAnswers:
             raise BadRow("D21", f'"{self.rating}" is {value!r:.40} here, {kind} in {self.first.short}')
 
     def pairs(self) -> RowIterator:
-        """Yield (location of the better answer, pair) in the order of the prompts."""
+        """Yield (location of the better answer, pair) in the order of the prompts.
+
+        Raises RLHFError D21 for ratings of two scales.
+        """
+        groups = [prompt.answers for prompt in self.prompts.values()]
+        gaps_count = bool(self.source.min_rating_gap or self.margins.per_point)
+        check_scales(groups, self.rating, gaps_count=gaps_count)
         consumed = {self.prompt, self.rating, *self.form.answers, *self.source.columns.values()}
         for group in self.prompts.values():
             pairs = self._pairs_of(group)
@@ -174,7 +201,7 @@ class RatedAnswers:
             for better, worse in pairs:
                 further = {name: value for name, value in better.row.items() if name not in consumed}
                 pair = {"prompt": group.prompt, "chosen": better.text, "rejected": worse.text}
-                yield better.location, further | pair
+                yield better.location, further | pair | self.margins.columns(better.rating - worse.rating)
 
     def _pairs_of(self, group: PromptAnswers) -> list[tuple[Answer, Answer]]:
         """Return the pairs of a prompt that data.pairs_per_prompt asks for, and count what is omitted."""
@@ -202,6 +229,7 @@ class RatedAnswers:
     def summary(self) -> str:
         """Return what the pairs are made of, for a line of the log."""
         text = f'{self.form.name}: {self.num_pairs} pairs of {self.num_with_pairs} prompts by "{self.rating}"'
+        text += str(self.margins)
         if self.num_possible > self.num_pairs:
             text += f" (data.pairs_per_prompt: all gives {self.num_possible})"
         return f"{text}; omitted: {self._omitted_text()}" if self.omitted else text
@@ -245,7 +273,7 @@ def _best_and_another(pairs: list[tuple[Answer, Answer]]) -> tuple[Answer, Answe
 
 def _columns_of_ratings(row: Row, form: RatedForm) -> Mapping[str, Any]:
     """Return where the names of ratings are looked up: the row, or its first answer that is an object."""
-    if form.read is not _of_objects:
+    if not form.rates_inside:
         return row
     answers = row[form.answers[0]]
     objects = [answer for answer in answers if isinstance(answer, dict)] if isinstance(answers, list) else []
