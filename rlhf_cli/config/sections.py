@@ -272,7 +272,8 @@ class _Data(Section):
 
         parts = []
         for number, entry in enumerate(name):
-            part = self._part(entry, where(f"data.{self.TRAIN_KEY}.{number}"), options)
+            section = f"data.{self.TRAIN_KEY}.{number}"
+            part = self._part(entry, where(section), {**options, "section": section})
             parts.append(replace(part, weight=1.0) if is_held_out else part)
         return replace(parts[0], where=where(f"data.{key}"), parts=tuple(parts))
 

@@ -38,6 +38,7 @@ class DataSource:
 
     name: str  # a path or a hub id, optionally followed by [SPLIT]
     where: str | None = None  # location of the key, for messages
+    section: str = "data"  # the key whose `columns` name those of the source
     subset: str | None = None
     revision: str | None = None
     max_rows: int | None = None

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import texts
-from rlhf_cli.data.formats import DatasetReader, dropped_causes
+from rlhf_cli.data.formats import DatasetReader, by_frequency, dropped_causes
 from rlhf_cli.data.readers import BadRow, RowLocation
 from rlhf_cli.data.rendering import check_rendering, rendered_rows
 from rlhf_cli.data.texts import Example, Form, Pair
@@ -76,14 +76,16 @@ class Rows(list[Item]):
     ) -> None:
         super().__init__(rows)
         self.num_read = reader.num_read
-        self.dropped = dict(sorted(reader.dropped.items(), key=lambda item: -item[1].rows))
+        self.dropped = by_frequency(reader.dropped)
         self.num_dropped = reader.num_dropped
         self.num_expected = kept + reader.num_dropped
         self.longest = reader.longest_usable  # tokens; 0 without a tokenizer
         self.longest_read = reader.longest  # including rows dropped as too long
         self.stride = stride
         self.source = reader.source
+        self.form = reader.form_text()
         self.columns = reader.columns_text()
+        self.sources: list[dict[str, Any]] = []  # of a list of sources, how often the rows of each are used
         self.prompt_form = _prompt_form(prompts[0], transcripts=reader.transcripts)
         self.prompts = frozenset(map(texts.prompt_key, prompts))
 

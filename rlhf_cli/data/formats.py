@@ -46,6 +46,11 @@ class DroppedRows:
         return self.text if self.same_text else f"{self.text}; the others are similar"
 
 
+def by_frequency(dropped: Mapping[str, DroppedRows]) -> dict[str, DroppedRows]:
+    """Return the dropped rows by code, the most frequent code first."""
+    return dict(sorted(dropped.items(), key=lambda item: -item[1].rows))
+
+
 def dropped_causes(dropped: Mapping[str, DroppedRows]) -> str:
     """Return the counts of dropped rows by code, for a message."""
     return ", ".join(f"{each.rows} by {code} ({each})" for code, each in dropped.items())
@@ -445,17 +450,22 @@ class DatasetReader:
             read |= {self.graded.column, "margin"}
         return [name for name in self._values if name not in read]
 
+    def form_text(self) -> str:
+        """Return the form of the rows in the file."""
+        if self.rated:
+            return f"{self.rated.form.name} by {self.rated.rating}"
+        return self.other_format or f"{{{', '.join(self.form)}}}"
+
     def columns_text(self) -> str:
         """Return which columns were read as what, and which were not."""
-        if self.rated:
-            parts = [f"{{{', '.join(self.form)}}} from {self.rated.form.name} by {self.rated.rating}"]
-        elif self.other_format:
-            parts = [f"{{{', '.join(self.form)}}} from {self.other_format}"]
+        if self.rated or self.other_format:
+            parts = [f"{{{', '.join(self.form)}}} from {self.form_text()}"]
         else:
             names = {name: self._file_column(name) for name in self.form}
             parts = [name if name == column else f"{name} from {column}" for name, column in names.items()]
         if self.graded:
-            parts.append(f"margin from {self.graded.column}")
+            name = "margin" if self.graded.margins.per_point else "ties"
+            parts.append(f"{name} from {self.graded.column}")
         text = ", ".join([*parts, *self._columns_beside()])
         unread = self._unread_columns()
         if not unread:
@@ -467,7 +477,9 @@ class DatasetReader:
         form = self._own_form(row)
         if form is None:
             forms = " or ".join(f"{{{', '.join(form)}}}" for form in self.forms)
-            text = f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}"
+            section = self.source.section
+            of_part = "" if section == "data" else f" of {section} ({self.source.where})"
+            text = f"the row{of_part} needs {forms}; columns found: {format_columns(raw) or 'none'}"
             raise BadRow("D02", text, self._missing_hint(location, raw, row))
         if form == ("chosen", "rejected"):
             self._refuse_texts_beside_answers(row)
@@ -557,7 +569,7 @@ class DatasetReader:
             hint = did_you_mean(name, known)
             if file_column in known and not closest_match(name, known, cutoff=0.8):  # not a typo
                 hint = f"swap the two: {self._column_mapping({file_column: name})}?"
-            option = "--column" if self.source.where == "--data" else "data.columns"
+            option = "--column" if self.source.where == "--data" else f"{self.source.section}.columns"
             text = f'{option} names "{name}"; known columns: {", ".join(known)}'
             raise RLHFError("D02", text, where=self.source.where, hint=hint)
 
@@ -566,7 +578,7 @@ class DatasetReader:
         if self.source.where != "--data":
             pairs = [f"{name}: {column}" for name, column in mapping.items()]
             joined = ", ".join(pairs)
-            return f"data.columns: {{{joined}}}"
+            return f"{self.source.section}.columns: {{{joined}}}"
 
         options = []
         for name, column in mapping.items():

@@ -132,6 +132,10 @@ FORMS = {
                ("pairs", {"instruction": "Tell me", "completions": [{"response": " Yes.", "overall_score": 8},
                                                                     {"response": " No.", "overall_score": 2}]}),
                ("pairs", {"prompt": "Tell me", "response_0": " No.", "response_1": " Yes.", "better_response_id": 1}),
+               ("pairs", {"prompt": "Tell me", "response": " Yes.", "helpfulness": 4, "correctness": 3}),
+               ("pairs", {"prompt": "Tell me", "response_1": " No.", "response_2": " Yes.", "preference_strength": 2}),
+               ("pairs", {"context": turns("Hi"), "response1": "No?", "response2": "Yes?", "overall_preference": -3}),
+               ("pairs", {"prompt": "Tell me", "chosen": " Yes.", "rejected": " No.", "overall_preference": 1}),
                *(("pairs", {"prompt": "Tell me", "completion": " Yes.", "label": label}) for label in (True, False))],
     "ppo": [("prompts", {"prompt": "Tell me"}), ("prompts", {"messages": turns("Hi", "Yes?")})],
     "eval": [("prompts", {"prompt": "Tell me"}), ("prompts", {"prompt": turns("Hi")})],
@@ -139,10 +143,14 @@ FORMS = {
 
 
 def rows_like(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """64 rows; of labels every second one is of the other kind, on 32 prompts."""
-    if "label" not in row:
-        return [row] * 64
-    return [row | {"prompt": f"Tell me {n // 2}", "label": row["label"] is bool(n % 2)} for n in range(64)]
+    """64 rows; of labels and single ratings every second one is of the other kind, on 32 prompts."""
+    if "label" in row:
+        return [row | {"prompt": f"Tell me {n // 2}", "label": row["label"] is bool(n % 2)} for n in range(64)]
+    if "helpfulness" in row:
+        return [
+            row | {"prompt": f"Tell me {n // 2}", "response": f" Yes {n}.", "helpfulness": n % 5} for n in range(64)
+        ]
+    return [row] * 64
 
 
 @pytest.mark.parametrize("stage", FORMS)
