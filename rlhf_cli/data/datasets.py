@@ -225,6 +225,7 @@ class PairFile:
     dropped: str  # the reasons, for a message
     transcripts: bool
     columns: str  # which were read as what, and which were not
+    ratings: str  # the column or field that decided the pairs; "" without one
 
 
 def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
@@ -256,6 +257,7 @@ def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
         dropped=dropped_causes(bad),
         transcripts=reader.transcripts,
         columns=reader.columns_text(),
+        ratings=reader.ratings,
     )
 
 

@@ -450,6 +450,13 @@ class DatasetReader:
             read |= {self.graded.column, "margin"}
         return [name for name in self._values if name not in read]
 
+    @property
+    def ratings(self) -> str:
+        """The column or field of ratings or grades that decided the pairs; "" without one."""
+        if self.rated:
+            return self.rated.rating
+        return self.graded.column if self.graded else ""
+
     def form_text(self) -> str:
         """Return the form of the rows in the file."""
         if self.rated:
