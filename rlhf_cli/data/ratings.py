@@ -18,7 +18,8 @@ from rlhf_cli.data.readers import BadRow, Row, RowIterator, RowLocation, describ
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.scales import check_scales
 
-PROMPTS = ("prompt", "instruction", "context")  # the last one only if it is a list of messages, as in HelpSteer3
+PROMPTS = ("prompt", "instruction")
+CONTEXT = "context"  # the prompt of HelpSteer3, if it is a list of messages
 ASPECTS = "annotations"  # of UltraFeedback: {ASPECT: {Rating}}, rated by their mean
 WORDS = {"true": True, "false": False}  # labels in a table
 
@@ -39,8 +40,10 @@ def _of_lists(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
     (column,) = form.answers
     answers = _list(row, column)
     ratings = _list(row, rating)
-    if len(answers) != len(ratings):
-        raise BadRow("D21", f'"{rating}" has {len(ratings)} values for {len(answers)} answers in "{column}"')
+    count = len(answers)
+    if len(ratings) != count:
+        text = f'"{rating}" has {len(ratings)} values for {count} answers in "{column}"'
+        raise BadRow("D21", text)
     return list(zip(answers, ratings, strict=True))
 
 
@@ -48,28 +51,37 @@ def _of_objects(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]
     (column,) = form.answers
     rated = []
     for number, answer in enumerate(_list(row, column), start=1):
-        if not (isinstance(answer, dict) and "response" in answer):
-            raise BadRow("D21", f'answer {number} of "{column}" is {describe_value(answer)} without "response"')
+        if not isinstance(answer, dict) or "response" not in answer:
+            found = describe_value(answer)
+            raise BadRow("D21", f'answer {number} of "{column}" is {found} without "response"')
+
         value = answer.get(rating)
-        rated.append((answer["response"], _mean_of_aspects(value) if rating == ASPECTS else value))
+        if rating == ASPECTS:
+            value = _mean_of_aspects(value)
+        rated.append((answer["response"], value))
     return rated
 
 
 def _of_numbered(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
-    better = rating_of(row[rating], rating)
+    value = row[rating]
+    better = rating_of(value, rating)
     if better is None:
         return []
-    if better not in (0, 1) or isinstance(row[rating], bool):
-        raise BadRow("D21", f'"{rating}" is {row[rating]!r:.40}; expected 0 or 1, the number of the better answer')
-    return [(row[column], int(number == better)) for number, column in enumerate(form.answers)]
+    if better not in (0, 1) or isinstance(value, bool):
+        text = f'"{rating}" is {value!r:.40}; expected 0 or 1, the number of the better answer'
+        raise BadRow("D21", text)
+
+    first, second = form.answers
+    return [(row[first], 1 - better), (row[second], better)]
 
 
 def _of_graded(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
-    first, second = form.answers
     grade = grade_of(row[rating], rating)
     if grade is None:
         return []
-    return [(row[first], max(0.0, -grade)), (row[second], max(0.0, grade))]
+
+    first, second = form.answers
+    return [(row[first], 0.0), (row[second], grade)]
 
 
 def _of_one_answer(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
@@ -142,15 +154,17 @@ class RatedAnswers:
     @classmethod
     def of(cls, row: Row, source: DataSource) -> "RatedAnswers | None":
         """Return an empty collection for rows like this one, None if it has no rated answers."""
-        prompts = [name for name in PROMPTS if name in row and (name != "context" or isinstance(row[name], list))]
+        prompt = _prompt_column(row)
+        if prompt is None:
+            return None
         named = source.columns.get("rating")
         for form in FORMS:
-            if not (prompts and all(name in row for name in form.answers)):
+            if not all(name in row for name in form.answers):
                 continue
             rated = _columns_of_ratings(row, form)
             for rating in (named,) if named else form.ratings:
                 if rating in rated:
-                    return cls(form, rating, prompts[0], source)
+                    return cls(form, rating, prompt, source)
         return None
 
     def add(self, location: RowLocation, row: Row) -> None:
@@ -200,8 +214,13 @@ class RatedAnswers:
             self.num_pairs += len(pairs)
             for better, worse in pairs:
                 further = {name: value for name, value in better.row.items() if name not in consumed}
-                pair = {"prompt": group.prompt, "chosen": better.text, "rejected": worse.text}
-                yield better.location, further | pair | self.margins.columns(better.rating - worse.rating)
+                pair = {
+                    "prompt": group.prompt,
+                    "chosen": better.text,
+                    "rejected": worse.text,
+                }
+                margin = self.margins.columns(better.rating - worse.rating)
+                yield better.location, further | pair | margin
 
     def _pairs_of(self, group: PromptAnswers) -> list[tuple[Answer, Answer]]:
         """Return the pairs of a prompt that data.pairs_per_prompt asks for, and count what is omitted."""
@@ -209,21 +228,27 @@ class RatedAnswers:
         self.num_possible += len(possible)
         if possible:
             return possible if self.source.pairs_per_prompt == "all" else [_best_and_another(possible)]
-        reason = "prompts of one answer" if len(group.answers) < 2 else "prompts whose answers are rated alike"
+
+        reason = "prompts whose answers are rated alike"
+        if len(group.answers) < 2:
+            reason = "prompts of one answer"
         self.omitted[reason] += 1
         return []
 
     def _comparisons(self, group: PromptAnswers) -> list[tuple[Answer, Answer]]:
         """Return each pair (better, worse) of a prompt's answers whose ratings differ enough; count the others."""
+        least = self.source.min_rating_gap
         found = []
-        for first, second in combinations(group.answers, 2):
-            gap = abs(first.rating - second.rating)
+        for better, worse in combinations(group.answers, 2):
+            if worse.rating > better.rating:
+                better, worse = worse, better
+            gap = better.rating - worse.rating
             if gap == 0:
                 self.omitted["ties"] += 1
-            elif gap < self.source.min_rating_gap:
-                self.omitted[f"pairs closer than {self.source.min_rating_gap:g}"] += 1
+            elif gap < least:
+                self.omitted[f"pairs closer than {least:g}"] += 1
             else:
-                found.append((first, second) if first.rating > second.rating else (second, first))
+                found.append((better, worse))
         return found
 
     def summary(self) -> str:
@@ -248,6 +273,14 @@ class RatedAnswers:
         return f'no two answers to one prompt differ enough in "{self.rating}": {self._omitted_text()}'
 
 
+def _prompt_column(row: Row) -> str | None:
+    """Return the column of the prompt, None without one."""
+    for name in PROMPTS:
+        if name in row:
+            return name
+    return CONTEXT if isinstance(row.get(CONTEXT), list) else None
+
+
 def rating_of(value: Any, column: str) -> float | None:
     """Return the number of a rating, 1 and 0 for true and false; None without one. Raises BadRow D21 for others."""
     rating = value
@@ -264,10 +297,14 @@ def rating_of(value: Any, column: str) -> float | None:
 
 def _best_and_another(pairs: list[tuple[Answer, Answer]]) -> tuple[Answer, Answer]:
     """Return the pair of the best answer and one of the worse ones, drawn by a hash of their texts."""
-    best, _ = max(pairs, key=lambda pair: pair[0].rating)
+
+    def rating(pair: tuple[Answer, Answer]) -> float:
+        return pair[0].rating
+
+    best, _ = max(pairs, key=rating)
     worse = [second for first, second in pairs if first is best]
-    names = [answer.text for answer in worse]
-    drawn = derive_seed(0, repr(names)) % len(worse)
+    texts = [answer.text for answer in worse]
+    drawn = derive_seed(0, repr(texts)) % len(worse)
     return best, worse[drawn]
 
 
