@@ -89,6 +89,7 @@ class DatasetReader:
         self.graded: GradedPairs | None = None  # if pairs have grades, which become margins
         self.other_format = ""  # its name, if rows are of one that is converted
         self.renamed_roles: dict[str, None] = {}  # in their order
+        self.joins_parts = False  # contents of messages are lists of text parts
         self.whole_dialogues = False  # chosen and rejected are transcripts that contain the prompt beside them
         self.repeating: list[str] = []  # columns of answers that begin with the prompt
         self.transcripts = False  # texts are dialogues and become conversations
@@ -209,6 +210,7 @@ class DatasetReader:
                 continue
             roles = conversions.other_roles(messages)
             self.renamed_roles |= dict.fromkeys(roles)
+            self.joins_parts = self.joins_parts or conversions.have_parts(messages)
             row[name] = conversions.with_standard_names(messages)
         return row
 
@@ -396,6 +398,8 @@ class DatasetReader:
             renamed = [f"{role} is {conversions.ROLE_ALIASES[role]}" for role in self.renamed_roles]
             roles = ", ".join(renamed)
             yield f"roles of messages: {roles}"
+        if self.joins_parts:
+            yield "contents of messages that are lists of text parts: joined"
         if self.whole_dialogues:
             yield "the answers are whole dialogues, of which all but the last turn is the prompt"
         if self.repeating:

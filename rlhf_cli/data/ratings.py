@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.columns import system_text
+from rlhf_cli.data.conversions import STORED_MESSAGES
 from rlhf_cli.data.grades import GRADES, MARGIN_PER_GRADE, UNRATED, Margins, grade_of
 from rlhf_cli.data.readers import BadRow, Row, RowIterator, RowLocation, describe_value
 from rlhf_cli.data.sampling import derive_seed
@@ -278,7 +279,9 @@ def _prompt_column(row: Row) -> str | None:
     for name in PROMPTS:
         if name in row:
             return name
-    return CONTEXT if isinstance(row.get(CONTEXT), list) else None
+    context = row.get(CONTEXT)
+    is_stored = isinstance(context, str) and STORED_MESSAGES.match(context)
+    return CONTEXT if isinstance(context, list) or is_stored else None
 
 
 def rating_of(value: Any, column: str) -> float | None:

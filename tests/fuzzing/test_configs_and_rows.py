@@ -124,7 +124,9 @@ def test_configs_with_faults(stage: str, here: Path) -> None:
 DATA = ("model/", "scorer/", "rows.jsonl", "pairs.jsonl", "prompts.jsonl", "messages.jsonl")
 FORMS = {
     "sft": [("rows", {"prompt": "Tell me", "completion": " Yes."}), ("rows", {"text": "Tell me of the sun."}),
-            ("messages", {"messages": turns("Hi", "Yes?", "And?", "No.")})],
+            ("messages", {"messages": turns("Hi", "Yes?", "And?", "No.")}),
+            ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                                       {"role": "assistant", "content": [{"type": "text", "text": "Yes?"}]}]})],
     "reward": [("pairs", {"prompt": "Tell me", "chosen": " Yes.", "rejected": " No."}),
                ("pairs", {"chosen": "Tell me. Yes.", "rejected": "Tell me. No.", "margin": 0.5}),
                ("pairs", {"prompt": turns("Hi"), "chosen": turns("Hi", "Yes?"), "rejected": turns("Hi", "No?")}),
