@@ -163,6 +163,8 @@ class DatasetReader:
             except BadRow as bad:
                 self.note(location, bad)
         self.columns = {}  # the pairs have rlhf's names
+        if not self._are_prompts:
+            rated.check_scales()
         yield from rated.pairs()
 
     def _convert(self, location: RowLocation, raw: Row) -> tuple[Form, Row]:

@@ -200,14 +200,14 @@ class RatedAnswers:
             kind = "a label" if self.are_labels else "a number"
             raise BadRow("D21", f'"{self.rating}" is {value!r:.40} here, {kind} in {self.first.short}')
 
-    def pairs(self) -> RowIterator:
-        """Yield (location of the better answer, pair) in the order of the prompts.
-
-        Raises RLHFError D21 for ratings of two scales.
-        """
+    def check_scales(self) -> None:
+        """Raise RLHFError D21, or warn, as `scales.check_scales`."""
         groups = [prompt.answers for prompt in self.prompts.values()]
         gaps_count = bool(self.source.min_rating_gap or self.margins.per_point)
         check_scales(groups, self.rating, gaps_count=gaps_count)
+
+    def pairs(self) -> RowIterator:
+        """Yield (location of the better answer, pair) in the order of the prompts."""
         consumed = {self.prompt, self.rating, *self.form.answers, *self.source.columns.values()}
         for group in self.prompts.values():
             pairs = self._pairs_of(group)

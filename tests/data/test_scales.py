@@ -55,6 +55,18 @@ def test_two_scales_are_refused(name: str, tokenizer: Any, tmp_path: Path) -> No
     assert problem.hint == "bring all ratings to one scale, for example those up to 1 by a factor"
 
 
+def test_prompts_need_no_scale(tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for number, (first, second) in enumerate([*UP_TO_TEN, *BOTH]):
+        answers = [{"response": " a", "overall_score": first}, {"response": " b", "overall_score": second}]
+        rows.append({"instruction": f"Say {number}", "completions": answers})
+    jsonl.write_jsonl(tmp_path / "rated.jsonl", rows)
+    assert len(data.prompt_rows(tmp_path / "rated.jsonl", tokenizer, max_length=None)) == len(rows)
+    assert "D21" not in capsys.readouterr().err
+    with pytest.raises(RLHFError, match="two scales"):
+        data.preference_rows(tmp_path / "rated.jsonl", tokenizer, max_length=None)
+
+
 @pytest.mark.parametrize("scores", [[*UP_TO_ONE, *UP_TO_TEN], BOTH[:3]], ids=["harmless", "few"])
 def test_two_scales_are_a_warning(
     scores: list[tuple[float, float]], tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
