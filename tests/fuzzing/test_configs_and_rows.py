@@ -41,6 +41,7 @@ TEXTS = {
         "reward:\n  per_device_train_batch_size: 2\n  normalize: none\n  center_rewards_coefficient: 0.01\n",
         "model: {path: model}\ndata:\n  train:\n  - path: pairs.jsonl\n    weight: 0.5\n  - path: pairs.jsonl\n"
         "    weight: 2\n    format: plain\n    columns: {prompt: prompt}\n  pairs_per_prompt: all\n"
+        "  min_rating_gap: 0.5\n  margin_per_point: 0.25\n"
         "reward:\n  max_steps: 2\n",
     ],
     "ppo": [
