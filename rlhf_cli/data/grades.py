@@ -42,6 +42,20 @@ def grade_of(value: Any, column: str) -> float | None:
     raise BadRow("D21", f'"{column}" is {value!r:.40}; expected a grade from -{HIGHEST:g} to {HIGHEST:g}')
 
 
+def _word(value: Any) -> str | None:
+    return value.strip().casefold() if isinstance(value, str) else None
+
+
+def _is_grade(value: Any, column: str) -> bool:
+    if _word(value) in (*WORDS, *TIES):
+        return True
+    try:
+        grade_of(value, column)
+    except BadRow:
+        return False
+    return True
+
+
 class Margins:
     """Margins of pairs whose answers are rated: so much for each point between the two ratings."""
 
@@ -75,10 +89,14 @@ class GradedPairs:
     def of(cls, row: Row, source: DataSource) -> "GradedPairs | None":
         """Return a reader of pairs like this one, None if they have no grades, or a margin instead."""
         named = source.columns.get("rating")
-        if not named and row.get("margin") not in (None, ""):
+        if named:
+            return cls(named, source) if named in row else None
+        if row.get("margin") not in (None, ""):
             return None
-        columns = [name for name in ([named] if named else GRADES) if name in row]
-        return cls(columns[0], source) if columns else None
+        for name in GRADES:
+            if name in row and _is_grade(row[name], name):
+                return cls(name, source)
+        return None
 
     def pairs(self, rows: RowIterator, note: Callable[[RowLocation, BadRow], None]) -> RowIterator:
         """Yield the rows with their margins, those of ties left out and counted; `note` gets those with a bad grade."""
@@ -99,7 +117,7 @@ class GradedPairs:
         if self.column not in row:
             raise BadRow("D12", f'no column "{self.column}", which the rows before have')
         value = row[self.column]
-        word = value.strip().casefold() if isinstance(value, str) else None
+        word = _word(value)
         if word in WORDS:
             return WORDS[word]
         if word in TIES:

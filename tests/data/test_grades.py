@@ -71,6 +71,11 @@ FORMS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[tuple[str, str
         {},
         [("Say", " a", " b", Fraction(1, 2)), ("Why", " a", " b", Fraction(1, 4))],
     ),
+    "what is no grade in the first row is not read": (
+        [pair("Say", "response_2", "overall_preference"), pair("Why", 3, "overall_preference")],
+        {},
+        [("Say", " a", " b", None), ("Why", " a", " b", None)],
+    ),
     "the gaps of scores, if asked for": (
         [{"prompt": "Say", "responses": [" a", " b"], "scores": [2, 8]}],
         {"margin_per_point": 0.25},
