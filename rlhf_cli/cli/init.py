@@ -13,6 +13,9 @@ from rlhf_cli.errors import RLHFError
 PRESET_TEXT = "Preset name; `rlhf init --list` shows them."
 DATA_TEXT = "preferences: file, folder or hub dataset of preference pairs."
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
+PAIRS_TEXT = "preferences: pairs of a prompt's rated answers: one or all. Default: one."
+GAP_TEXT = "preferences: least difference of the ratings of a pair."
+MARGIN_TEXT = "preferences: margin of the reward model's loss for each point between two ratings."
 ADAPTERS_TEXT = "Adapters of a large model: none, lora, qlora, or auto, what fits in memory first. Default: auto."
 GPU_TEXT = "GPU that will run a large model, by name (h100, 4090) or GiB. Default: this machine."
 BASELINES_TEXT = "Also write dpo.yaml and best_of/sft.yaml: DPO and best-of-n SFT, to compare PPO with."
@@ -31,6 +34,9 @@ def init(
     base: Annotated[str | None, option("--base", "MODEL", "preferences: model to start from.")] = None,
     column: Annotated[list[str] | None, option("--column", "NAME=COLUMN", COLUMN_TEXT)] = None,
     plain: Annotated[bool, flag("--plain", "preferences: use the texts without a chat template.")] = False,
+    pairs_per_prompt: Annotated[str | None, option("--pairs-per-prompt", "one|all", PAIRS_TEXT)] = None,
+    min_rating_gap: Annotated[float | None, option("--min-rating-gap", "N", GAP_TEXT, min=0)] = None,
+    margin_per_point: Annotated[float | None, option("--margin-per-point", "N", MARGIN_TEXT, min=0)] = None,
     balance_length: Annotated[bool, flag("--balance-length", BALANCE_TEXT)] = False,
     minutes: Annotated[float | None, option("--minutes", "N", MINUTES_TEXT, min=1)] = None,
     adapters: Annotated[str | None, option("--adapters", "KIND", ADAPTERS_TEXT)] = None,
@@ -46,7 +52,8 @@ def init(
 
     for_preferences = {
         "data": data, "base": base, "column": column, "plain": plain, "balance-length": balance_length,
-        "minutes": minutes,
+        "minutes": minutes, "pairs-per-prompt": pairs_per_prompt, "min-rating-gap": min_rating_gap,
+        "margin-per-point": margin_per_point,
     }  # fmt: skip
     used = [name for name, value in for_preferences.items() if value]
     if from_trl is not None or trl is not None:
@@ -79,6 +86,9 @@ def init(
             base=base,
             columns=column or [],
             plain=plain,
+            pairs_per_prompt=pairs_per_prompt,
+            min_rating_gap=min_rating_gap,
+            margin_per_point=margin_per_point,
             balance_length=balance_length,
             minutes=minutes,
             adapters=adapters or "auto",

@@ -180,6 +180,7 @@ class RewardModel(_ModelKeys):
 
 READING_OPTIONS = {
     "subset", "revision", "max_rows", "columns", "format", "on_bad", "pairs_per_prompt", "min_rating_gap",
+    "margin_per_point",
 }  # fmt: skip
 RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt")
 
@@ -271,7 +272,8 @@ class _Data(Section):
 
         parts = []
         for number, entry in enumerate(name):
-            part = self._part(entry, where(f"data.{self.TRAIN_KEY}.{number}"), options)
+            section = f"data.{self.TRAIN_KEY}.{number}"
+            part = self._part(entry, where(section), {**options, "section": section})
             parts.append(replace(part, weight=1.0) if is_held_out else part)
         return replace(parts[0], where=where(f"data.{key}"), parts=tuple(parts))
 
@@ -299,6 +301,7 @@ class RewardData(SFTData):
     on_identical: Literal["error", "drop"] = "error"
     pairs_per_prompt: Literal["one", "all"] = "one"
     min_rating_gap: NonNegativeFloat = 0.0
+    margin_per_point: NonNegativeFloat | None = None
 
 
 class WordRange(Range):

@@ -38,6 +38,7 @@ class DataSource:
 
     name: str  # a path or a hub id, optionally followed by [SPLIT]
     where: str | None = None  # location of the key, for messages
+    section: str = "data"  # the key whose `columns` name those of the source
     subset: str | None = None
     revision: str | None = None
     max_rows: int | None = None
@@ -46,6 +47,7 @@ class DataSource:
     on_bad: Literal["error", "drop"] = "error"
     pairs_per_prompt: Literal["one", "all"] = "one"  # of rated answers
     min_rating_gap: float = 0.0
+    margin_per_point: float | None = None  # None: of grades, the margin of Llama 2; of ratings, none
     share: HoldoutSplit | None = None
     first_words: tuple[int, int] | None = None  # minimum and maximum number of words to keep of a prompt
     splits: tuple[str, ...] = ("train",)  # tried in this order if the name has no [SPLIT]

@@ -122,7 +122,7 @@ def label_hint(missing: Sequence[str], row: Mapping[str, Any]) -> str | None:
         return None
     example = _pairs_by_index(labels, row)
     rule = f"write them out: {example}" if example else "write the pairs out, as docs/your-own-data.md shows"
-    return f'rlhf does not read labels or scores, and "{labels[0]}" decides which answer is better: {rule}'
+    return f'"{labels[0]}" decides which answer is better, in a way that rlhf does not read: {rule}'
 
 
 def _pairs_by_index(labels: Sequence[str], row: Mapping[str, Any]) -> str | None:

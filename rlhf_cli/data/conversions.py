@@ -41,6 +41,7 @@ OPENAI = "OpenAI's preferences"
 MIN_REPEATED_WORDS = 3  # of a prompt without the end of a sentence
 SENTENCE_ENDS = tuple(".?!:\u2026\u3002\uff1f\uff01\uff1a")  # the last four of Chinese
 # A list of messages, or a single one, as JSON or Python writes it.
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts of a content; the last two of OpenAI's responses
 STORED_MESSAGES = re.compile(
     r"""\s*(?:\[\s*\{\s*["'](?:role|content|from|value)["']\s*:|\{\s*["']role["']\s*:\s*["'](?:user|assistant|system)["'])"""
 )
@@ -233,17 +234,47 @@ def other_roles(messages: list[Any]) -> list[str]:
 
 
 def with_standard_names(messages: list[Any]) -> list[Any]:
-    """Return the messages with the roles user, assistant and system in place of other names, and readable calls."""
+    """Return the messages with the roles user, assistant and system in place of other names, and readable calls.
+
+    A content that is a list of parts becomes their text. Raises BadRow D06 for another part.
+    """
     standard = []
     for message in messages:
         if isinstance(message, dict):
             role = message.get("role")
             if isinstance(role, str) and role in ROLE_ALIASES:
                 message = {**message, "role": ROLE_ALIASES[role]}
+            if _has_parts(message):
+                message = {**message, "content": _joined_parts(message["content"])}
             if message.get(TOOL_CALLS):
                 message = _with_readable_calls(message)
         standard.append(message)
     return standard
+
+
+def have_parts(messages: list[Any]) -> bool:
+    """Return True if a message has a list of parts as its content, as those of vision models."""
+    return any(isinstance(message, dict) and _has_parts(message) for message in messages)
+
+
+def _has_parts(message: Row) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and bool(content) and all(_is_part(each) for each in content)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and "type" in value
+
+
+def _joined_parts(parts: list[Row]) -> str:
+    """Return the texts of parts, one behind the other as templates write them. Raises BadRow D06 for other parts."""
+    texts = []
+    for part in parts:
+        text = part.get("text")
+        if part["type"] not in TEXT_PARTS or not isinstance(text, str):
+            raise BadRow("D06", f"a message has a part of type {part['type']!r:.40}; rlhf reads text alone")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _with_readable_calls(message: Row) -> Row:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import texts
-from rlhf_cli.data.formats import DatasetReader, dropped_causes
+from rlhf_cli.data.formats import DatasetReader, by_frequency, dropped_causes
 from rlhf_cli.data.readers import BadRow, RowLocation
 from rlhf_cli.data.rendering import check_rendering, rendered_rows
 from rlhf_cli.data.texts import Example, Form, Pair
@@ -34,6 +34,7 @@ SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 # Messages come first: of a row with both, as UltraChat's, SFT reads the conversation, too.
 PROMPT_FORMS = (*PAIR_FORMS, ("messages",), ("prompt",))
+PromptForm = Literal["text", "conversation", "transcript"]  # how a data file writes prompts
 Source = DataSource | Path | str
 Parse = Callable[[RowLocation, Form, dict[str, Any]], Sequence[Example]]
 Item = TypeVar("Item")
@@ -71,18 +72,21 @@ class Rows(list[Item]):
     """
 
     def __init__(
-        self, rows: Iterable[Item], reader: DatasetReader, prompts: Iterable[PromptText], kept: int, stride: int
+        self, rows: Iterable[Item], reader: DatasetReader, prompts: Sequence[PromptText], kept: int, stride: int
     ) -> None:
         super().__init__(rows)
         self.num_read = reader.num_read
-        self.dropped = dict(sorted(reader.dropped.items(), key=lambda item: -item[1].rows))
+        self.dropped = by_frequency(reader.dropped)
         self.num_dropped = reader.num_dropped
         self.num_expected = kept + reader.num_dropped
         self.longest = reader.longest_usable  # tokens; 0 without a tokenizer
         self.longest_read = reader.longest  # including rows dropped as too long
         self.stride = stride
         self.source = reader.source
+        self.form = reader.form_text()
         self.columns = reader.columns_text()
+        self.sources: list[dict[str, Any]] = []  # of a list of sources, how often the rows of each are used
+        self.prompt_form = _prompt_form(prompts[0], transcripts=reader.transcripts)
         self.prompts = frozenset(map(texts.prompt_key, prompts))
 
     @property
@@ -103,13 +107,19 @@ class Rows(list[Item]):
         return converted
 
 
+def _prompt_form(prompt: PromptText, *, transcripts: bool) -> PromptForm:
+    if transcripts:
+        return "transcript"
+    return "text" if isinstance(prompt, str) else "conversation"
+
+
 def is_plain_text(source: Source) -> bool:
     """Return True if the first row of SFT data is {text}, without a prompt. Raises RLHFError D01-D06, D12."""
     parts = DataSource.of(source).each()
     return all(_first_row(DatasetReader(part, SFT_FORMS))[0] == ("text",) for part in parts)
 
 
-def prompt_form(source: Source, *, in_turns: bool | None = False) -> Literal["text", "conversation", "transcript"]:
+def prompt_form(source: Source, *, in_turns: bool | None = False) -> PromptForm:
     """Return the format of the prompt in the first row of any stage's data, as it is read.
 
     `in_turns`: texts become turns, for a model that `speaks_in_turns`. Raises RLHFError D01-D06, D12.
@@ -117,9 +127,7 @@ def prompt_form(source: Source, *, in_turns: bool | None = False) -> Literal["te
     first, *_ = DataSource.of(source).each()  # the others of a list have the same
     reader = DatasetReader(first, (*SFT_FORMS, *PROMPT_FORMS), in_turns=in_turns)
     form, row = _first_row(reader)
-    if reader.transcripts:
-        return "transcript"
-    return "text" if isinstance(row[form[0]], str) else "conversation"
+    return _prompt_form(row[form[0]], transcripts=reader.transcripts)
 
 
 def _first_row(reader: DatasetReader) -> tuple[Form, dict[str, Any]]:
@@ -217,6 +225,7 @@ class PairFile:
     dropped: str  # the reasons, for a message
     transcripts: bool
     columns: str  # which were read as what, and which were not
+    ratings: str  # the column or field that decided the pairs; "" without one
 
 
 def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
@@ -248,6 +257,7 @@ def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
         dropped=dropped_causes(bad),
         transcripts=reader.transcripts,
         columns=reader.columns_text(),
+        ratings=reader.ratings,
     )
 
 

@@ -34,6 +34,7 @@ def find_splits(folder: Path, name: str, subset: str | None, where: str | None) 
 
     readme = folder / README
     has_configs = readme.is_file() and b"\nconfigs:" in readme.read_bytes()
+
     with TemporaryDirectory() as scratch:
         mirror = Path(scratch).resolve() / "data"
         links = _link(folder.resolve(), data, mirror, lowercase=not has_configs)
@@ -41,18 +42,28 @@ def find_splits(folder: Path, name: str, subset: str | None, where: str | None) 
             linked = data_files(str(mirror), subset)
         except Exception as error:  # datasets raises many types
             raise load_error(str(mirror), name, subset, where, error) from error
-        files = {split: [links[link] for link in paths] for split, paths in linked.items()}
+
+    files = {}
+    for split, paths in linked.items():
+        files[split] = [links[link] for link in paths]
     if not has_configs:
         files = _with_unnamed(folder, name, files, data, where=where)
-    return {split: [folder / path for path in paths] for split, paths in files.items()}
+
+    found = {}
+    for split, relative in files.items():
+        found[split] = [folder / path for path in relative]
+    return found
 
 
 def _no_data_files(folder: Path, name: str, where: str | None) -> RLHFError:
-    others = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    others = sorted(path.relative_to(folder) for path in files)
     text = f"{name} contains no data files"
     if others:
         text += f", but {first_names(others)}"
-    hint = f"data files end in {', '.join(READERS)}, optionally followed by .gz"
+
+    endings = ", ".join(READERS)
+    hint = f"data files end in {endings}, optionally followed by .gz"
     if any(path.suffix == ".arrow" for path in others):
         hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
     return RLHFError("D01", text, where=where, hint=hint)
@@ -64,21 +75,29 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], *
     Next to named files it ignores them.
     """
     named = dict(files)
-    if not any(map(_is_named, files.get("train", ()))):
+    train = files.get("train", [])
+    if not any(map(_is_named, train)):
         named.pop("train", None)
+
     placed = set(chain.from_iterable(named.values()))
     rest = [path for path in data if path not in placed]
     if (folder / README).exists():  # a hub dataset: other suffixes are copies in other formats
-        suffixes = set(map(suffix, chain.from_iterable(files.values())))
+        found = chain.from_iterable(files.values())
+        suffixes = set(map(suffix, found))
         rest = [path for path in rest if suffix(path) in suffixes]
     elif rest and "train" in named:
-        terminal.log_once(f"data     {name}: {first_names(rest)} ignored: train is {first_names(named['train'])}")
+        ignored = first_names(rest)
+        used = first_names(named["train"])
+        terminal.log_once(f"data     {name}: {ignored} ignored: train is {used}")
     if not rest or "train" in named:
         return named
 
-    if len(set(map(suffix, rest))) > 1:
+    suffixes = set(map(suffix, rest))
+    if len(suffixes) > 1:
         text = f"{name} contains data files of several formats: {first_names(rest)}"
-        raise RLHFError("D01", text, where=where, hint=f"set one of them: {shown(folder / rest[0])}")
+        hint = f"set one of them: {shown(folder / rest[0])}"
+        raise RLHFError("D01", text, where=where, hint=hint)
+
     text = f"data     {name}: train is {first_names(rest)}"
     if named:
         text += ", the rest"
@@ -90,8 +109,10 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], *
 
 def _is_named(path: Path) -> bool:
     """Return True if a file name or a folder above it contains a split keyword."""
-    keywords = chain.from_iterable(_datasets().data_files.SPLIT_KEYWORDS.values())
-    words = re.split(r"[-._ 0-9/]+", path.as_posix().lower())
+    by_split = _datasets().data_files.SPLIT_KEYWORDS
+    keywords = chain.from_iterable(by_split.values())
+    name = path.as_posix().lower()
+    words = re.split(r"[-._ 0-9/]+", name)
     return not set(words).isdisjoint(keywords)
 
 
@@ -108,9 +129,17 @@ def _data_files(folder: Path) -> list[Path]:
     paths.sort(key=Path.as_posix)
 
     relative = [path.relative_to(folder) for path in paths]
-    visible = [path for path in relative if not any(part.startswith((".", "__")) for part in path.parts)]
+    visible = [path for path in relative if not _is_hidden(path)]
     data = [path for path in visible if suffix(path) in DATA_SUFFIXES]
-    return data or [path for path in visible if suffix(path) in READERS and path.name not in METADATA_FILES]
+    if data:
+        return data
+    readable = [path for path in visible if suffix(path) in READERS]
+    return [path for path in readable if path.name not in METADATA_FILES]
+
+
+def _is_hidden(path: Path) -> bool:
+    """Return True if a file name or a folder above it starts with a dot or two underscores."""
+    return any(part.startswith((".", "__")) for part in path.parts)
 
 
 def _link(folder: Path, data: Sequence[Path], mirror: Path, *, lowercase: bool) -> dict[str, Path]:
@@ -124,8 +153,10 @@ def _link(folder: Path, data: Sequence[Path], mirror: Path, *, lowercase: bool) 
     for path in paths:
         link = mirror / path
         lowercased = mirror / path.as_posix().lower()
-        if lowercase and path.name != README and not lowercased.is_symlink():
+        is_data = path.name != README
+        if lowercase and is_data and not lowercased.is_symlink():
             link = lowercased
+
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(folder / path)
         links[str(link)] = path
@@ -135,9 +166,18 @@ def _link(folder: Path, data: Sequence[Path], mirror: Path, *, lowercase: bool) 
 def data_files(name: str, subset: str | None, revision: str | None = None) -> dict[str, list[str]]:
     """Return the paths or URLs of each split of a folder or hub dataset."""
     with TemporaryDirectory() as scratch:  # nothing stays in the cache of `datasets`
-        builder = _datasets().load_dataset_builder(name, name=subset, revision=revision, cache_dir=scratch)
+        builder = _datasets().load_dataset_builder(
+            name,
+            name=subset,
+            revision=revision,
+            cache_dir=scratch,
+        )
     files_by_split = builder.config.data_files or {}
-    return {str(split): [str(path) for path in paths] for split, paths in files_by_split.items()}
+
+    files = {}
+    for split, paths in files_by_split.items():
+        files[str(split)] = list(map(str, paths))
+    return files
 
 
 def load_error(name: str, shown_name: str, subset: str | None, where: str | None, error: Exception) -> RLHFError:
@@ -147,16 +187,20 @@ def load_error(name: str, shown_name: str, subset: str | None, where: str | None
         with suppress(Exception):
             names = list(_datasets().get_dataset_config_names(name))
 
+    hint = None
     listed = ", ".join(names)
-    if subset is not None and names and subset not in names:
-        near = closest_match(subset, names) or names[0]
-        text = f'{shown_name} has no subset "{subset}"; it has {listed}'
-        return RLHFError("D01", text, where=where, hint=f"set data.subset: {near}")
     if subset is None and len(names) > 1:
         text = f"{shown_name} has the subsets {listed}"
-        return RLHFError("D01", text, where=where, hint=f"set data.subset: {names[0]}")
-    reason = " ".join(str(error).replace(name, shown_name).split())
-    return RLHFError("D01", f"{shown_name} contains no data files: {reason}", where=where)
+        hint = f"set data.subset: {names[0]}"
+    elif subset is not None and names and subset not in names:
+        near = closest_match(subset, names) or names[0]
+        text = f'{shown_name} has no subset "{subset}"; it has {listed}'
+        hint = f"set data.subset: {near}"
+    else:
+        said = str(error).replace(name, shown_name)
+        reason = " ".join(said.split())
+        text = f"{shown_name} contains no data files: {reason}"
+    return RLHFError("D01", text, where=where, hint=hint)
 
 
 def select_split(
@@ -167,14 +211,17 @@ def select_split(
     for candidate in candidates:
         if candidate in files_by_split:
             return files_by_split[candidate]
-    no_split = f"no split {' or '.join(candidates)}"
+
+    wanted = " or ".join(candidates)
     splits = list(files_by_split)
     if not split and len(splits) == 1:
         only = splits[0]
-        terminal.log_once(f"data     {name}: {no_split}; {only} is used")
+        terminal.log_once(f"data     {name}: no split {wanted}; {only} is used")
         return files_by_split[only]
+
     near = closest_match(candidates[0], splits) or splits[0]
-    text = f"{name} has {no_split}; it has {', '.join(splits)}"
+    existing = ", ".join(splits)
+    text = f"{name} has no split {wanted}; it has {existing}"
     raise RLHFError("D01", text, where=where, hint=f"append the split to the name: [{near}]")
 
 

@@ -4,24 +4,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli import terminal
-from rlhf_cli.config.sources import DataSource, suffix
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import columns, conversions, texts
-from rlhf_cli.data.ratings import COLUMNS as RATED_COLUMNS
+from rlhf_cli.data.column_hints import ColumnHints, form_text
+from rlhf_cli.data.grades import GradedPairs
 from rlhf_cli.data.ratings import RatedAnswers
-from rlhf_cli.data.readers import TABLES, BadRow, Row, RowIterator, RowLocation, describe_value, format_columns
+from rlhf_cli.data.readers import BadRow, Row, RowIterator, RowLocation, format_columns
 from rlhf_cli.data.sources import raw_rows
 from rlhf_cli.data.texts import Form
-from rlhf_cli.errors import Problem, RLHFError, closest_match, did_you_mean, shell_word
+from rlhf_cli.data.values import CONVERSATION, TEXT, kind_of, require_messages
+from rlhf_cli.errors import Problem, RLHFError, did_you_mean
 
 MAX_SHOWN_PROBLEMS = 5
 HEAD_ROWS = 100  # that decide whether answers repeat their prompt: a single one may do so by chance
-TEXT = "text"
-CONVERSATION = "a conversation"
 ANSWERS = ("completion", "chosen", "rejected")
-ANSWER_COLUMNS = {"completion", "chosen"}  # answers of one kind can serve as the other
 # Faults of the whole file (D02, D14, D19), and faults with an option (data.on_identical, data.on_long).
 NOT_DROPPED_BY_ON_BAD = ("D02", "D14", "D19", "D07", "D10")
 HINTS = {
@@ -43,6 +41,11 @@ class DroppedRows:
 
     def __str__(self) -> str:
         return self.text if self.same_text else f"{self.text}; the others are similar"
+
+
+def by_frequency(dropped: Mapping[str, DroppedRows]) -> dict[str, DroppedRows]:
+    """Return the dropped rows by code, the most frequent code first."""
+    return dict(sorted(dropped.items(), key=lambda item: -item[1].rows))
 
 
 def dropped_causes(dropped: Mapping[str, DroppedRows]) -> str:
@@ -69,7 +72,9 @@ class DatasetReader:
         self.forms = forms
         self.columns = self.source.columns
         self.reads_system_texts = reads_system_texts
-        self.in_turns = {"plain": False, "turns": True}.get(self.source.format, bool(in_turns))
+        self.in_turns = bool(in_turns)
+        if self.source.format in ("plain", "turns"):
+            self.in_turns = self.source.format == "turns"
         self.num_read = 0
         self.longest = 0  # tokens
         self.longest_usable = 0  # without rows dropped as too long
@@ -81,8 +86,10 @@ class DatasetReader:
         # How rows are converted, by the first row.
         self.stored: list[str] = []  # columns whose text is a list of messages
         self.rated: RatedAnswers | None = None  # if rows are rated answers, which become pairs
+        self.graded: GradedPairs | None = None  # if pairs have grades, which become margins
         self.other_format = ""  # its name, if rows are of one that is converted
         self.renamed_roles: dict[str, None] = {}  # in their order
+        self.joins_parts = False  # contents of messages are lists of text parts
         self.whole_dialogues = False  # chosen and rejected are transcripts that contain the prompt beside them
         self.repeating: list[str] = []  # columns of answers that begin with the prompt
         self.transcripts = False  # texts are dialogues and become conversations
@@ -91,8 +98,9 @@ class DatasetReader:
         self._rows: RowIterator = iter(())
         self._head: list[Row] = []  # the first rows, once they are needed
         self._reading = False  # rows are being read and have not been assigned to a split yet
-        self._known: set[str] = set().union(*forms)
-        self._refuse_unknown_columns()
+        self._hints = ColumnHints(self.source, forms)
+        self._known = self._hints.known
+        self._hints.refuse_unknown()
 
     def rows(self) -> Iterator[tuple[RowLocation, Form, Row]]:
         """Yield (location, form, row) of each row that matches the first one; note the others as problems."""
@@ -118,15 +126,35 @@ class DatasetReader:
             yield located
 
     def _with_pairs_of_rated(self, rows: RowIterator) -> RowIterator:
-        """Yield the rows, or the pairs of the rated answers that they hold. Raises RLHFError D22 without a pair."""
+        """Yield the rows; of rated answers their pairs, and graded pairs with their margins.
+
+        Raises RLHFError D22 without a pair.
+        """
         first = next(rows, None)
         if first is None:
             return
         rows = chain([first], rows)
+        if "chosen" not in self._known:
+            yield from rows
+            return
+
         row = self._rename(first[1])
-        if "chosen" in self._known and self._own_form(row) is None:
+        form = self._own_form(row)
+        if form is None:
             self.rated = RatedAnswers.of(row, self.source)
-        yield from self._pairs_of_rated(rows, self.rated) if self.rated else rows
+        elif not self._are_prompts:
+            self.graded = GradedPairs.of(row, self.source)
+        if self.rated:
+            yield from self._pairs_of_rated(rows, self.rated)
+        elif self.graded:
+            yield from self.graded.pairs(rows, self.note)
+        else:
+            yield from rows
+
+        judged = self.rated or self.graded
+        reason = judged.why_no_pair() if judged else None
+        if reason and not self.problems:
+            raise RLHFError("D22", reason, where=self.source.shown(), hint=NO_PAIR_HINT)
 
     def _pairs_of_rated(self, rows: RowIterator, rated: RatedAnswers) -> RowIterator:
         for location, raw in rows:
@@ -135,11 +163,9 @@ class DatasetReader:
             except BadRow as bad:
                 self.note(location, bad)
         self.columns = {}  # the pairs have rlhf's names
+        if not self._are_prompts:
+            rated.check_scales()
         yield from rated.pairs()
-
-        reason = rated.why_no_pair()
-        if reason and not self.problems:
-            raise RLHFError("D22", reason, where=self.source.shown(), hint=NO_PAIR_HINT)
 
     def _convert(self, location: RowLocation, raw: Row) -> tuple[Form, Row]:
         """Return the form and the row under rlhf's names; the first row decides how all are converted."""
@@ -180,10 +206,14 @@ class DatasetReader:
             converted = conversions.convert_row(row)
             further = {name: value for name, value in row.items() if name not in self._known}
             row = further | converted | self._mapped(converted)
+
         for name, messages in row.items():
-            if name in self._known and isinstance(messages, list):
-                self.renamed_roles |= dict.fromkeys(conversions.other_roles(messages))
-                row[name] = conversions.with_standard_names(messages)
+            if name not in self._known or not isinstance(messages, list):
+                continue
+            roles = conversions.other_roles(messages)
+            self.renamed_roles |= dict.fromkeys(roles)
+            self.joins_parts = self.joins_parts or conversions.have_parts(messages)
+            row[name] = conversions.with_standard_names(messages)
         return row
 
     def _to_prompt_and_answers(self, row: Row) -> tuple[Form, Row]:
@@ -238,8 +268,11 @@ class DatasetReader:
         where = str(location)
         if self.problems and self.problems[-1].where == where:
             return
-        hint = "correct the row, or set data.on_bad: drop" if is_droppable else None
-        self.problems.append(Problem(bad.code, bad.text, where, bad.hint or hint))
+        hint = bad.hint
+        if is_droppable and not hint:
+            hint = "correct the row, or set data.on_bad: drop"
+        problem = Problem(bad.code, bad.text, where, hint)
+        self.problems.append(problem)
 
     def drop(self, location: RowLocation, code: str, text: str, rows: int = 1) -> None:
         """Count `rows` dropped rows: those of a prompt, or a single one.
@@ -249,6 +282,7 @@ class DatasetReader:
         share = self.source.share
         if self._reading and share is not None and not share.contains(location.short):
             return
+
         dropped = self.dropped.setdefault(code, DroppedRows(location, text))
         dropped.rows += rows
         dropped.same_text = dropped.same_text and text == dropped.text
@@ -264,49 +298,62 @@ class DatasetReader:
         shown: list[Problem] = []
         hints: set[str | None] = set()
         for problem in self.problems[:MAX_SHOWN_PROBLEMS]:
-            shown.append(replace(problem, hint=None) if problem.hint in hints else problem)
+            is_repeated = problem.hint in hints
             hints.add(problem.hint)
+            shown.append(replace(problem, hint=None) if is_repeated else problem)
 
         if len(self.problems) > MAX_SHOWN_PROBLEMS:
-            last = self.problems[-1]
-            text = f"{len(self.problems)} of {self.num_read} rows are bad; the first {MAX_SHOWN_PROBLEMS} are shown"
-            if last.code == "D10":
-                text += f"; the longest has {self.longest} tokens"
-            can_drop = any(problem.code not in NOT_DROPPED_BY_ON_BAD for problem in self.problems)
-            hint = "set data.on_bad: drop" if can_drop else None
-            shown.append(Problem(last.code, text, self.source.shown(), hint))
+            shown.append(self._number_of_problems())
         raise RLHFError.from_problems(shown)
+
+    def _number_of_problems(self) -> Problem:
+        """Return how many rows are bad, as a last problem."""
+        last = self.problems[-1]
+        count = len(self.problems)
+        text = f"{count} of {self.num_read} rows are bad; the first {MAX_SHOWN_PROBLEMS} are shown"
+        if last.code == "D10":
+            text += f"; the longest has {self.longest} tokens"
+
+        codes = {problem.code for problem in self.problems}
+        can_drop = not codes.issubset(NOT_DROPPED_BY_ON_BAD)
+        hint = "set data.on_bad: drop" if can_drop else None
+        return Problem(last.code, text, self.source.shown(), hint)
 
     def finish(self, usable: int, hints: Mapping[str, str] = HINTS) -> None:
         """Raise RLHFError with the problems, or D05 without a usable row; warn about dropped rows."""
         self.require_no_problems()
         if usable == 0:
             raise self._no_usable_row()
+
         name = self.source.shown()
         for text in self._conversion_texts():
             terminal.log_once(f"data     {name}: {text}")
         self._report_unread()
+
+        total = usable + self.num_dropped
         for code, dropped in self.dropped.items():
-            rows = f"{dropped.rows} of {usable + self.num_dropped} rows"
-            text = f"{rows} dropped: {dropped} (first: {dropped.first.short})"
+            first = dropped.first.short
+            text = f"{dropped.rows} of {total} rows dropped: {dropped} (first: {first})"
             if code == "D10":
                 text += f"; the longest has {self.longest}"
-            terminal.warn(code, text, where=name, hint=hints.get(code, hints["other"]))
+            hint = hints.get(code, hints["other"])
+            terminal.warn(code, text, where=name, hint=hint)
 
     def _no_usable_row(self) -> RLHFError:
         text = f"no usable row: {self.num_read} read"
         dropped = list(self.dropped.values())
         if dropped:
             reasons = "; ".join(f"{each.rows} {each}" for each in dropped)
-            hint = "correct the row, and those like it"
-            return RLHFError("D05", f"{text}, dropped {reasons}", where=str(dropped[0].first), hint=hint)
+            text += f", dropped {reasons}"
+            first = str(dropped[0].first)
+            return RLHFError("D05", text, where=first, hint="correct the row, and those like it")
 
         share = self.source.share
         if share and self.num_read:
             text += f", none of them in the part selected by data.eval_fraction {share.fraction:g}"
-        where = self.source.where
-        is_key = where and where != "--data"
-        return RLHFError("D05", text, where=self.source.shown(), hint=f"see {where}" if is_key else None)
+        key = self.source.where
+        hint = f"see {key}" if key and key != "--data" else None
+        return RLHFError("D05", text, where=self.source.shown(), hint=hint)
 
     def _report_unread(self) -> None:
         """Warn (D17) about unread columns that are meant for the model, and list the others once."""
@@ -325,7 +372,8 @@ class DatasetReader:
             labels = [column for column in columns.label_columns(self._values) if column in unread]
         if labels:
             text = f"not read: {format_columns(labels)}, which may say which answers are bad"
-            terminal.warn("D17", text, where=name, hint="keep only the rows that the model is to learn, without it")
+            hint = "keep only the rows that the model is to learn, without it"
+            terminal.warn("D17", text, where=name, hint=hint)
 
         others = [column for column in unread if column not in (*meant, *labels)]
         if others and not self._are_prompts:
@@ -337,34 +385,44 @@ class DatasetReader:
         return ("prompt",) in self.forms
 
     def _conversion_texts(self) -> Iterator[str]:
-        if self.rated:
-            yield self.rated.summary()
+        judged = self.rated or self.graded
+        if judged:
+            yield judged.summary()
         if self.stored:
-            yield f"{', '.join(self.stored)}: lists of messages stored as text, parsed"
+            stored = ", ".join(self.stored)
+            yield f"{stored}: lists of messages stored as text, parsed"
         if self.other_format:
-            yield f"{self.other_format}, read as {{{', '.join(self.form)}}}"
+            yield f"{self.other_format}, read as {form_text(self.form)}"
         if self.texts_are_turns and self.source.format != "turns":
             text = "texts become turns of a user and the assistant, on which the model was trained"
             yield f"{text}; data.format: plain keeps them"
         if self.renamed_roles:
-            roles = [f"{role} is {conversions.ROLE_ALIASES[role]}" for role in self.renamed_roles]
-            yield f"roles of messages: {', '.join(roles)}"
+            renamed = [f"{role} is {conversions.ROLE_ALIASES[role]}" for role in self.renamed_roles]
+            roles = ", ".join(renamed)
+            yield f"roles of messages: {roles}"
+        if self.joins_parts:
+            yield "contents of messages that are lists of text parts: joined"
         if self.whole_dialogues:
             yield "the answers are whole dialogues, of which all but the last turn is the prompt"
         if self.repeating:
-            text = f"the prompt is taken off the beginning of {' and '.join(self.repeating)}"
-            yield text if self.source.where == "--data" else f"{text}; data.format: plain keeps it"
+            repeating = " and ".join(self.repeating)
+            text = f"the prompt is taken off the beginning of {repeating}"
+            if self.source.where != "--data":
+                text += "; data.format: plain keeps it"
+            yield text
 
     def _check_columns(self, raw: Row) -> None:
         for name, file_column in self.columns.items():
-            if file_column not in raw:
-                text = f'no column "{file_column}" (mapped to {name}); columns found: {format_columns(raw) or "none"}'
-                raise BadRow("D02", text, did_you_mean(file_column, raw))
+            if file_column in raw:
+                continue
+            found = format_columns(raw) or "none"
+            text = f'no column "{file_column}" (mapped to {name}); columns found: {found}'
+            raise BadRow("D02", text, did_you_mean(file_column, raw))
 
     def _infer_schema(self, location: RowLocation, raw: Row, row: Row) -> None:
         """Set the schema from the first row, and what its texts hold. Raises BadRow D02, D06, D12."""
         self.form = self._form(location, raw, row)
-        self.kinds = {name: _kind(row[name], self._file_column(name)) for name in self.form}
+        self.kinds = {name: kind_of(row[name], self._file_column(name)) for name in self.form}
         is_text = set(self.kinds.values()) == {TEXT}
         self.whole_dialogues = False
         self.repeating = []
@@ -372,12 +430,15 @@ class DatasetReader:
         if is_text and self.source.format != "plain":
             self._look_into_texts(row)
 
+        names = " and ".join(self.form)
         if self.source.format == "transcripts" and not self.transcripts:
-            dialogues = ["prompt"] if "prompt" in self.form else self.form  # columns that must contain them
-            text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
+            dialogues = "prompt" if "prompt" in self.form else names
+            text = f"{dialogues} must be dialogues with alternating Human: and Assistant: turns"
             raise BadRow("D12", text, "remove data.format")
-        if self.source.format == "turns" and is_text and not (self.transcripts or self.texts_are_turns):
-            text = f"data.format: turns needs a prompt beside {' and '.join(self.form)}"
+
+        become_turns = self.transcripts or self.texts_are_turns
+        if self.source.format == "turns" and is_text and not become_turns:
+            text = f"data.format: turns needs a prompt beside {names}"
             raise BadRow("D12", text, "add a prompt column, or remove data.format")
         self.first = location
 
@@ -386,13 +447,17 @@ class DatasetReader:
         if "prompt" not in self.form:
             self.transcripts = all(texts.is_transcript(row[name]) for name in self.form)
             return
+
         self.transcripts = texts.is_transcript(row["prompt"])
         answers = _answers(self.form)
-        if answers and all(texts.is_transcript(row[name]) for name in answers):
-            self.whole_dialogues = self.transcripts = True
+        if not answers:
+            return
+        if all(texts.is_transcript(row[name]) for name in answers):
+            self.whole_dialogues = True
+            self.transcripts = True
             if "chosen" in self.form:
                 self.form = ("chosen", "rejected")
-        elif answers and conversions.answers_repeat_prompt(self._first_rows(row), answers):
+        elif conversions.answers_repeat_prompt(self._first_rows(row), answers):
             self.repeating = answers
 
     def _first_rows(self, row: Row) -> list[Row]:
@@ -400,12 +465,13 @@ class DatasetReader:
         if not self._head:
             head = list(islice(self._rows, HEAD_ROWS))
             self._rows = chain(head, self._rows)
-            self._head = [row, *(self._rename(raw) for _, raw in head)]
+            renamed = [self._rename(raw) for _, raw in head]
+            self._head = [row, *renamed]
         return self._head
 
     def _columns_beside(self) -> list[str]:
         """Return the columns of the file that are read beside those of the form."""
-        beside = ["margin"] if "chosen" in self.form else []
+        beside = ["margin"] if "chosen" in self.form and not self.graded else []
         if self._has_messages or self.reads_system_texts:
             beside += columns.SYSTEM_COLUMNS
         if self._reads_tools:
@@ -414,38 +480,65 @@ class DatasetReader:
             beside.append("prompt")
         if self.other_format:
             beside += conversions.FOREIGN_COLUMNS
-        read = {self._file_column(name) for name in beside} - self._columns_of_form()
+
+        read = {self._file_column(name) for name in beside}
+        read -= self._columns_of_form()
         return [column for column in self._values if column in read]
 
     def _columns_of_form(self) -> set[str]:
-        return {*self.columns.values(), *map(self._file_column, self.form)}
+        of_form = map(self._file_column, self.form)
+        return {*self.columns.values(), *of_form}
 
     def _unread_columns(self) -> list[str]:
-        read = {*self._columns_of_form(), *self._columns_beside()}
+        beside = self._columns_beside()
+        read = self._columns_of_form().union(beside)
+        if self.graded:
+            read.add("margin")
+            read.add(self.graded.column)
         return [name for name in self._values if name not in read]
+
+    @property
+    def ratings(self) -> str:
+        """The column or field of ratings or grades that decided the pairs; "" without one."""
+        if self.rated:
+            return self.rated.rating
+        return self.graded.column if self.graded else ""
+
+    def form_text(self) -> str:
+        """Return the form of the rows in the file."""
+        if self.rated:
+            return f"{self.rated.form.name} by {self.rated.rating}"
+        return self.other_format or form_text(self.form)
 
     def columns_text(self) -> str:
         """Return which columns were read as what, and which were not."""
-        if self.rated:
-            parts = [f"{{{', '.join(self.form)}}} from {self.rated.form.name} by {self.rated.rating}"]
-        elif self.other_format:
-            parts = [f"{{{', '.join(self.form)}}} from {self.other_format}"]
+        parts = []
+        if self.rated or self.other_format:
+            parts.append(f"{form_text(self.form)} from {self.form_text()}")
         else:
-            names = {name: self._file_column(name) for name in self.form}
-            parts = [name if name == column else f"{name} from {column}" for name, column in names.items()]
-        text = ", ".join([*parts, *self._columns_beside()])
+            parts += map(self._column_text, self.form)
+        if self.graded:
+            use = "margin" if self.graded.margins.per_point else "ties"
+            parts.append(f"{use} from {self.graded.column}")
+        parts += self._columns_beside()
+
+        text = ", ".join(parts)
         unread = self._unread_columns()
         if not unread:
             return text
         use = "for reward functions" if self._are_prompts else "not read"
-        return f"{text}; {use}: {format_columns(unread)}"
+        names = format_columns(unread)
+        return f"{text}; {use}: {names}"
+
+    def _column_text(self, name: str) -> str:
+        """Return a column of rlhf, and that of the file if it has another name."""
+        column = self._file_column(name)
+        return name if name == column else f"{name} from {column}"
 
     def _form(self, location: RowLocation, raw: Row, row: Row) -> Form:
         form = self._own_form(row)
         if form is None:
-            forms = " or ".join(f"{{{', '.join(form)}}}" for form in self.forms)
-            text = f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}"
-            raise BadRow("D02", text, self._missing_hint(location, raw, row))
+            raise self._hints.no_form(location, raw, row, self.other_format)
         if form == ("chosen", "rejected"):
             self._refuse_texts_beside_answers(row)
         return form
@@ -453,53 +546,29 @@ class DatasetReader:
     def _refuse_texts_beside_answers(self, row: Row) -> None:
         """Raise BadRow D02 for columns that may be the prompt of answers without one."""
         others = conversions.prompt_candidates(self._first_rows(row))
-        if others:
-            text = f'no column "prompt", and beside chosen and rejected there are other texts: {format_columns(others)}'
-            hint = self._mapping_hint(["prompt"], {name: self._values.get(name) or "" for name in others})
-            raise BadRow("D02", text, f"{hint}; or remove them, if both answers begin with their prompt")
-
-    def _missing_hint(self, location: RowLocation, raw: Row, row: Row) -> str:
-        """Return what to do about a row without a known form."""
-        wanted = ("prompt",) if ("prompt",) in self.forms else self.forms[0]
-        missing = [name for name in wanted if name not in row] or [wanted[0]]
-        if self.other_format and "messages" in row:
-            return "each row has one answer, but a pair needs two; use these rows for sft"
-        if self.other_format == conversions.OPENAI:
-            return "write rows of prompt and completion, from input.messages and preferred_output"
-        labels = columns.label_hint(missing, raw)
-        if labels:
-            return labels
-
-        # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
-        lists = {name for name, value in raw.items() if isinstance(value, list) and _conversation_fault(value, name)}
-        used = lists.union(self._known - ANSWER_COLUMNS, self.forms[0], self.columns.values())
-        free = {name: value for name, value in raw.items() if name not in used}
-        if lists and not free:
-            return f"write each row as a separate object, with the column {missing[0]}"
-        hint = self._mapping_hint(missing, free)
-        no_name_fits = "NAME" in hint and not self._known & raw.keys()
-        if suffix(location.path) in TABLES and no_name_fits:
-            return f"does the first line name the columns? if so, {hint}"
-        return hint
-
-    def _mapping_hint(self, missing: list[str], free: Row) -> str:
-        """Return the mapping of all missing columns, with NAME where no column looks alike."""
-        mapping: dict[str, str] = {}
-        for name in missing:
-            mapping[name] = columns.look_alike(name, free, taken=mapping.values()) or "NAME"
-        return f"map the columns, e.g. {self._column_mapping(mapping)}"
+        if not others:
+            return
+        text = f'no column "prompt", and beside chosen and rejected there are other texts: {format_columns(others)}'
+        free = {name: self._values.get(name) or "" for name in others}
+        hint = self._hints.mapping(["prompt"], free)
+        raise BadRow("D02", text, f"{hint}; or remove them, if both answers begin with their prompt")
 
     def _parse_transcripts(self, form: Form, row: Row) -> tuple[Form, Row]:
+        """Return the form and the row with its dialogues as messages."""
         if form == ("text",):
-            return ("messages",), {"messages": self._turns(row, "text")}
+            turns = self._turns(row, "text")
+            return ("messages",), {"messages": turns}
         if "prompt" not in form:
-            turns = {name: self._turns(row, name) for name in form}
-            return form, row | turns
+            dialogues = {name: self._turns(row, name) for name in form}
+            return form, row | dialogues
         if self.whole_dialogues:
             *prompt, answer = self._turns(row, "completion")
             return form, {**row, "prompt": prompt, "completion": [answer]}
-        prompt = texts.parse_transcript_prompt(row["prompt"], self._file_column("prompt"))
-        return form, row | conversions.answers_as_turns(row, form) | {"prompt": prompt}
+
+        column = self._file_column("prompt")
+        prompt = texts.parse_transcript_prompt(row["prompt"], column)
+        answers = conversions.answers_as_turns(row, form)
+        return form, {**row, **answers, "prompt": prompt}
 
     def _turns(self, row: Row, name: str) -> texts.Conversation:
         return texts.parse_transcript(row[name], self._file_column(name))
@@ -513,43 +582,18 @@ class DatasetReader:
             if name not in row:
                 raise BadRow("D12", f'no column "{column}"; {first.short} has one')
             value = row[name]
-            kind = _kind(value, column)
+            kind = kind_of(value, column)
             if kind != first_kind:
-                raise BadRow("D12", f'"{column}" is {kind} here, {first_kind} in {first.short}')
+                text = f'"{column}" is {kind} here, {first_kind} in {first.short}'
+                raise BadRow("D12", text)
             if kind == CONVERSATION:
-                _refuse_texts(value, column)
-                fault = _conversation_fault(value, column)
-                if fault:
-                    raise BadRow("D06", fault)
-            elif name in ANSWERS and self.source.format != "plain" and conversions.STORED_MESSAGES.match(value):
+                require_messages(value, column)
+                continue
+
+            may_be_stored = name in ANSWERS and self.source.format != "plain"
+            if may_be_stored and conversions.STORED_MESSAGES.match(value):
                 text = f'"{column}" is a list of messages stored as text here, another text in {first.short}'
                 raise BadRow("D12", text)
-
-    def _refuse_unknown_columns(self) -> None:
-        rated = RATED_COLUMNS if "chosen" in self._known else ()
-        known = sorted(self._known.union({"margin", "system", "tools"}, rated))
-        for name, file_column in self.columns.items():
-            if name in known:
-                continue
-            hint = did_you_mean(name, known)
-            if file_column in known and not closest_match(name, known, cutoff=0.8):  # not a typo
-                hint = f"swap the two: {self._column_mapping({file_column: name})}?"
-            option = "--column" if self.source.where == "--data" else "data.columns"
-            text = f'{option} names "{name}"; known columns: {", ".join(known)}'
-            raise RLHFError("D02", text, where=self.source.where, hint=hint)
-
-    def _column_mapping(self, mapping: Mapping[str, str]) -> str:
-        """Return a column mapping as the user writes it, in a config or as options of `rlhf init`."""
-        if self.source.where != "--data":
-            pairs = [f"{name}: {column}" for name, column in mapping.items()]
-            joined = ", ".join(pairs)
-            return f"data.columns: {{{joined}}}"
-
-        options = []
-        for name, column in mapping.items():
-            word = shell_word(f"{name}={column}")
-            options.append(f"--column {word}")
-        return " ".join(options)
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)
@@ -557,31 +601,3 @@ class DatasetReader:
 
 def _answers(form: Form) -> list[str]:
     return [name for name in form if name in ANSWERS]
-
-
-def _kind(value: Any, column: str) -> str:
-    if isinstance(value, str):
-        return TEXT
-    if isinstance(value, list):
-        return CONVERSATION
-    raise BadRow("D06", f'"{column}" is {describe_value(value)}; expected text or a list of messages')
-
-
-def _refuse_texts(messages: list[Any], column: str) -> None:
-    """Raise BadRow D12 for a list of texts, as in the columns of `Dataset.to_dict()`."""
-    if messages and all(isinstance(each, str) for each in messages):
-        text = f'"{column}" is a list of texts, not of messages; a row may hold one text of each column'
-        hint = 'write each row as a separate object: dataset.to_json("rows.jsonl")'
-        raise BadRow("D12", text, hint)
-
-
-def _conversation_fault(messages: list[Any], column: str) -> str | None:
-    """Describe the first message that is not {role: text, content: text}."""
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            return f'message {number} of "{column}" is {describe_value(message)}, not {{role, content}}'
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                value = describe_value(message[key]) if key in message else "missing"
-                return f'{key} of message {number} of "{column}" is {value}; expected text'
-    return None

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.datasets import Rows, prompt_form
-from rlhf_cli.data.formats import DroppedRows
+from rlhf_cli.data.formats import DroppedRows, by_frequency
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import speaks_in_turns
 from rlhf_cli.errors import RLHFError
 
 Row = TypeVar("Row")
+MARGIN_HINT = "give all sources a margin, or none; data.margin_per_point: 0 takes those of grades and ratings away"
 
 
 def read_parts(source: DataSource, read: Callable[[DataSource], Rows[Row]], tokenizer: Any) -> Rows[Row]:
@@ -26,16 +27,28 @@ def read_parts(source: DataSource, read: Callable[[DataSource], Rows[Row]], toke
         return read(source)
     _require_one_form(source, tokenizer)
     parts = [read(part) for part in source.parts]
-    _require_margins(source, parts)
+    _require_margins(parts)
 
-    rows: list[Row] = []
+    merged = _merged(source, parts)
     counts = []
-    for number, (part, usable) in enumerate(zip(source.parts, parts, strict=True)):
-        drawn = _drawn(usable, part, derive_seed(source.seed, "mix", number))
-        rows += drawn
-        counts.append(f"{len(drawn)} rows of {part.shown()} ({len(usable)} x {part.weight:g})")
+    for number, rows in enumerate(parts):
+        seed = derive_seed(source.seed, "mix", number)
+        used = _drawn(rows, seed)
+        merged += used
+
+        name = rows.source.shown()
+        weight = rows.source.weight
+        counts.append(f"{len(used)} rows of {name} ({len(rows)} x {weight:g})")
+        use = {
+            "source": name,
+            "form": rows.form,
+            "rows": len(rows),
+            "weight": weight,
+            "used": len(used),
+        }
+        merged.sources.append(use)
     terminal.log_once(f"data     {source.where}: {', '.join(counts)}")
-    return _merged(source, parts, rows)
+    return merged
 
 
 def _require_one_form(source: DataSource, tokenizer: Any) -> None:
@@ -50,63 +63,72 @@ def _require_one_form(source: DataSource, tokenizer: Any) -> None:
             raise RLHFError("D23", text, where=part.where, hint="set format: turns of the source of texts")
 
 
-def _require_margins(source: DataSource, parts: list[Rows[Any]]) -> None:
+def _require_margins(parts: list[Rows[Any]]) -> None:
     """Raise RLHFError D23 if only some of the sources have a margin."""
-    first = source.parts[0]
-    first_has = _has_margin(parts[0])
-    for part, rows in zip(source.parts, parts, strict=True):
-        has = _has_margin(rows)
-        if has == first_has:
+    first = parts[0]
+    for rows in parts:
+        if _has_margin(rows) == _has_margin(first):
             continue
-        text = f'{first.shown()} has "margin", {part.shown()} has not'
-        if has:
-            text = f'{part.shown()} has "margin", {first.shown()} has not'
-        raise RLHFError("D23", text, where=part.where, hint="give all sources a margin, or none")
+        having = first
+        lacking = rows
+        if _has_margin(rows):
+            having = rows
+            lacking = first
+        text = f'{having.source.shown()} has "margin", {lacking.source.shown()} has not'
+        raise RLHFError("D23", text, where=rows.source.where, hint=MARGIN_HINT)
 
 
 def _has_margin(rows: Rows[Any]) -> bool:
     return isinstance(rows[0], dict) and "margin" in rows[0]
 
 
-def _drawn(rows: Rows[Row], part: DataSource, seed: int) -> list[Row]:
+def _drawn(rows: Rows[Row], seed: int) -> list[Row]:
     """Return the rows `weight` times: whole times in their order, and of the last time a draw of them in order."""
-    count = round(part.weight * len(rows))
+    weight = rows.source.weight
+    usable = len(rows)
+    count = round(weight * usable)
     if count == 0:
-        text = f"weight {part.weight:g} of {part.shown()} leaves none of its {len(rows)} rows"
-        raise RLHFError("D23", text, where=part.where, hint=f"raise it to at least {1 / len(rows):.2g}")
-    times, rest = divmod(count, len(rows))
-    generator = random.Random(seed)
-    drawn = generator.sample(range(len(rows)), rest)
+        text = f"weight {weight:g} of {rows.source.shown()} leaves none of its {usable} rows"
+        hint = f"raise it to at least {1 / usable:.2g}"
+        raise RLHFError("D23", text, where=rows.source.where, hint=hint)
 
+    times, rest = divmod(count, usable)
+    generator = random.Random(seed)
+    indices = generator.sample(range(usable), rest)
+    indices.sort()
     used = [*rows] * times
-    for index in sorted(drawn):
-        used.append(rows[index])
+    used += [rows[index] for index in indices]
     return used
 
 
-def _merged(source: DataSource, parts: list[Rows[Any]], rows: list[Row]) -> Rows[Row]:
-    """Return the rows with the counts of all parts."""
-    merged: Rows[Any] = copy(parts[0])
-    merged[:] = rows
+def _merged(source: DataSource, parts: list[Rows[Row]]) -> Rows[Row]:
+    """Return an empty copy with the counts of all parts."""
+    merged = copy(parts[0])
+    merged.clear()
     merged.source = source
+    merged.sources = []
+
     merged.num_read = sum(part.num_read for part in parts)
     merged.num_dropped = sum(part.num_dropped for part in parts)
     merged.num_expected = sum(part.num_expected for part in parts)
     merged.longest = max(part.longest for part in parts)
     merged.longest_read = max(part.longest_read for part in parts)
-    merged.prompts = frozenset().union(*(part.prompts for part in parts))
     merged.columns = "; ".join(part.columns for part in parts)
+    for part in parts:
+        merged.prompts |= part.prompts
     merged.dropped = _merged_causes(parts)
     return merged
 
 
-def _merged_causes(parts: list[Rows[Any]]) -> dict[str, DroppedRows]:
+def _merged_causes(parts: list[Rows[Row]]) -> dict[str, DroppedRows]:
+    """Return the dropped rows of all parts by code, the most frequent one first."""
     causes: dict[str, DroppedRows] = {}
     for part in parts:
         for code, dropped in part.dropped.items():
-            earlier = causes.get(code)
-            causes[code] = dropped if earlier is None else _sum(earlier, dropped)
-    return dict(sorted(causes.items(), key=lambda item: -item[1].rows))
+            if code in causes:
+                dropped = _sum(causes[code], dropped)
+            causes[code] = dropped
+    return by_frequency(causes)
 
 
 def _sum(first: DroppedRows, second: DroppedRows) -> DroppedRows:

@@ -1,4 +1,4 @@
-"""Preference pairs of rated answers: lists of scores, one rated answer a row, the number of the better one, labels.
+"""Preference pairs of rated answers: lists of scores, one rated answer a row, the better one of two, labels.
 
 A further form of rows is an entry of FORMS: where it has its answers and ratings, and a function that reads a row.
 """
@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.columns import system_text
+from rlhf_cli.data.conversions import STORED_MESSAGES
+from rlhf_cli.data.grades import GRADES, MARGIN_PER_GRADE, UNRATED, Margins, grade_of
 from rlhf_cli.data.readers import BadRow, Row, RowIterator, RowLocation, describe_value
 from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.data.scales import check_scales
 
 PROMPTS = ("prompt", "instruction")
-UNRATED = ("", "N/A", "n/a", "None")  # texts in place of a rating
+CONTEXT = "context"  # the prompt of HelpSteer3, if it is a list of messages
 ASPECTS = "annotations"  # of UltraFeedback: {ASPECT: {Rating}}, rated by their mean
 WORDS = {"true": True, "false": False}  # labels in a table
 
@@ -30,14 +33,18 @@ class RatedForm(NamedTuple):
     ratings: tuple[str, ...]  # columns that may hold the ratings, the usual one first
     read: Callable[[Row, "RatedForm", str], list[tuple[Any, Any]]]  # the answers of a row, each with its rating
     across_rows: bool = False  # answers in several rows are compared if they have the same prompt
+    rates_inside: bool = False  # each answer is an object that holds its rating
+    margin_per_point: float = 0.0  # unless data.margin_per_point sets it
 
 
 def _of_lists(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
     (column,) = form.answers
     answers = _list(row, column)
     ratings = _list(row, rating)
-    if len(answers) != len(ratings):
-        raise BadRow("D21", f'"{rating}" has {len(ratings)} values for {len(answers)} answers in "{column}"')
+    count = len(answers)
+    if len(ratings) != count:
+        text = f'"{rating}" has {len(ratings)} values for {count} answers in "{column}"'
+        raise BadRow("D21", text)
     return list(zip(answers, ratings, strict=True))
 
 
@@ -45,20 +52,37 @@ def _of_objects(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]
     (column,) = form.answers
     rated = []
     for number, answer in enumerate(_list(row, column), start=1):
-        if not (isinstance(answer, dict) and "response" in answer):
-            raise BadRow("D21", f'answer {number} of "{column}" is {describe_value(answer)} without "response"')
+        if not isinstance(answer, dict) or "response" not in answer:
+            found = describe_value(answer)
+            raise BadRow("D21", f'answer {number} of "{column}" is {found} without "response"')
+
         value = answer.get(rating)
-        rated.append((answer["response"], _mean_of_aspects(value) if rating == ASPECTS else value))
+        if rating == ASPECTS:
+            value = _mean_of_aspects(value)
+        rated.append((answer["response"], value))
     return rated
 
 
 def _of_numbered(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
-    better = rating_of(row[rating], rating)
+    value = row[rating]
+    better = rating_of(value, rating)
     if better is None:
         return []
-    if better not in (0, 1) or isinstance(row[rating], bool):
-        raise BadRow("D21", f'"{rating}" is {row[rating]!r:.40}; expected 0 or 1, the number of the better answer')
-    return [(row[column], int(number == better)) for number, column in enumerate(form.answers)]
+    if better not in (0, 1) or isinstance(value, bool):
+        text = f'"{rating}" is {value!r:.40}; expected 0 or 1, the number of the better answer'
+        raise BadRow("D21", text)
+
+    first, second = form.answers
+    return [(row[first], 1 - better), (row[second], better)]
+
+
+def _of_graded(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
+    grade = grade_of(row[rating], rating)
+    if grade is None:
+        return []
+
+    first, second = form.answers
+    return [(row[first], 0.0), (row[second], grade)]
 
 
 def _of_one_answer(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, Any]]:
@@ -69,15 +93,24 @@ def _of_one_answer(row: Row, form: RatedForm, rating: str) -> list[tuple[Any, An
 SCORES = ("score", "rating", "helpfulness")
 TWO_ANSWERS = ("response_0", "response_1")
 BETTER_OF_TWO = ("better_response_id", "safer_response_id")
+GRADED = "two answers and the grade of the preference"
 FORMS = (
     RatedForm("lists of answers and scores", ("responses",), ("scores",), _of_lists),
-    RatedForm("UltraFeedback", ("completions",), ("overall_score", "fine-grained_score", ASPECTS), _of_objects),
+    RatedForm(
+        "UltraFeedback",
+        ("completions",),
+        ("overall_score", "fine-grained_score", ASPECTS),
+        _of_objects,
+        rates_inside=True,
+    ),
     RatedForm(
         "two answers and the number of the better one",
         TWO_ANSWERS,
         BETTER_OF_TWO,
         _of_numbered,
     ),
+    RatedForm(GRADED, ("response_1", "response_2"), GRADES, _of_graded, margin_per_point=MARGIN_PER_GRADE),
+    RatedForm(GRADED, ("response1", "response2"), GRADES, _of_graded, margin_per_point=MARGIN_PER_GRADE),
     RatedForm("one rated answer a row", ("response",), (*SCORES, "label"), _of_one_answer, across_rows=True),
     RatedForm("one rated answer a row", ("completion",), ("label", *SCORES), _of_one_answer, across_rows=True),
 )
@@ -110,6 +143,7 @@ class RatedAnswers:
         self.rating = rating
         self.prompt = prompt
         self.source = source
+        self.margins = Margins.of(source, form.margin_per_point)
         self.prompts: dict[Any, PromptAnswers] = {}
         self.omitted: Counter[str] = Counter()
         self.num_possible = 0
@@ -121,21 +155,23 @@ class RatedAnswers:
     @classmethod
     def of(cls, row: Row, source: DataSource) -> "RatedAnswers | None":
         """Return an empty collection for rows like this one, None if it has no rated answers."""
-        prompts = [name for name in PROMPTS if name in row]
+        prompt = _prompt_column(row)
+        if prompt is None:
+            return None
         named = source.columns.get("rating")
         for form in FORMS:
-            if not (prompts and all(name in row for name in form.answers)):
+            if not all(name in row for name in form.answers):
                 continue
             rated = _columns_of_ratings(row, form)
             for rating in (named,) if named else form.ratings:
                 if rating in rated:
-                    return cls(form, rating, prompts[0], source)
+                    return cls(form, rating, prompt, source)
         return None
 
     def add(self, location: RowLocation, row: Row) -> None:
         """Add the answers of a row. Raises BadRow D12 without its columns, D21 for ratings that do not fit."""
         needed = [self.prompt, *self.form.answers]
-        if self.form.read is not _of_objects:
+        if not self.form.rates_inside:
             needed.append(self.rating)
         for name in needed:
             if name not in row:
@@ -164,6 +200,12 @@ class RatedAnswers:
             kind = "a label" if self.are_labels else "a number"
             raise BadRow("D21", f'"{self.rating}" is {value!r:.40} here, {kind} in {self.first.short}')
 
+    def check_scales(self) -> None:
+        """Raise RLHFError D21, or warn, as `scales.check_scales`."""
+        groups = [prompt.answers for prompt in self.prompts.values()]
+        gaps_count = bool(self.source.min_rating_gap or self.margins.per_point)
+        check_scales(groups, self.rating, gaps_count=gaps_count)
+
     def pairs(self) -> RowIterator:
         """Yield (location of the better answer, pair) in the order of the prompts."""
         consumed = {self.prompt, self.rating, *self.form.answers, *self.source.columns.values()}
@@ -173,8 +215,13 @@ class RatedAnswers:
             self.num_pairs += len(pairs)
             for better, worse in pairs:
                 further = {name: value for name, value in better.row.items() if name not in consumed}
-                pair = {"prompt": group.prompt, "chosen": better.text, "rejected": worse.text}
-                yield better.location, further | pair
+                pair = {
+                    "prompt": group.prompt,
+                    "chosen": better.text,
+                    "rejected": worse.text,
+                }
+                margin = self.margins.columns(better.rating - worse.rating)
+                yield better.location, further | pair | margin
 
     def _pairs_of(self, group: PromptAnswers) -> list[tuple[Answer, Answer]]:
         """Return the pairs of a prompt that data.pairs_per_prompt asks for, and count what is omitted."""
@@ -182,26 +229,33 @@ class RatedAnswers:
         self.num_possible += len(possible)
         if possible:
             return possible if self.source.pairs_per_prompt == "all" else [_best_and_another(possible)]
-        reason = "prompts of one answer" if len(group.answers) < 2 else "prompts whose answers are rated alike"
+
+        reason = "prompts whose answers are rated alike"
+        if len(group.answers) < 2:
+            reason = "prompts of one answer"
         self.omitted[reason] += 1
         return []
 
     def _comparisons(self, group: PromptAnswers) -> list[tuple[Answer, Answer]]:
         """Return each pair (better, worse) of a prompt's answers whose ratings differ enough; count the others."""
+        least = self.source.min_rating_gap
         found = []
-        for first, second in combinations(group.answers, 2):
-            gap = abs(first.rating - second.rating)
+        for better, worse in combinations(group.answers, 2):
+            if worse.rating > better.rating:
+                better, worse = worse, better
+            gap = better.rating - worse.rating
             if gap == 0:
                 self.omitted["ties"] += 1
-            elif gap < self.source.min_rating_gap:
-                self.omitted[f"pairs closer than {self.source.min_rating_gap:g}"] += 1
+            elif gap < least:
+                self.omitted[f"pairs closer than {least:g}"] += 1
             else:
-                found.append((first, second) if first.rating > second.rating else (second, first))
+                found.append((better, worse))
         return found
 
     def summary(self) -> str:
         """Return what the pairs are made of, for a line of the log."""
         text = f'{self.form.name}: {self.num_pairs} pairs of {self.num_with_pairs} prompts by "{self.rating}"'
+        text += str(self.margins)
         if self.num_possible > self.num_pairs:
             text += f" (data.pairs_per_prompt: all gives {self.num_possible})"
         return f"{text}; omitted: {self._omitted_text()}" if self.omitted else text
@@ -220,6 +274,16 @@ class RatedAnswers:
         return f'no two answers to one prompt differ enough in "{self.rating}": {self._omitted_text()}'
 
 
+def _prompt_column(row: Row) -> str | None:
+    """Return the column of the prompt, None without one."""
+    for name in PROMPTS:
+        if name in row:
+            return name
+    context = row.get(CONTEXT)
+    is_stored = isinstance(context, str) and STORED_MESSAGES.match(context)
+    return CONTEXT if isinstance(context, list) or is_stored else None
+
+
 def rating_of(value: Any, column: str) -> float | None:
     """Return the number of a rating, 1 and 0 for true and false; None without one. Raises BadRow D21 for others."""
     rating = value
@@ -236,16 +300,20 @@ def rating_of(value: Any, column: str) -> float | None:
 
 def _best_and_another(pairs: list[tuple[Answer, Answer]]) -> tuple[Answer, Answer]:
     """Return the pair of the best answer and one of the worse ones, drawn by a hash of their texts."""
-    best, _ = max(pairs, key=lambda pair: pair[0].rating)
+
+    def rating(pair: tuple[Answer, Answer]) -> float:
+        return pair[0].rating
+
+    best, _ = max(pairs, key=rating)
     worse = [second for first, second in pairs if first is best]
-    names = [answer.text for answer in worse]
-    drawn = derive_seed(0, repr(names)) % len(worse)
+    texts = [answer.text for answer in worse]
+    drawn = derive_seed(0, repr(texts)) % len(worse)
     return best, worse[drawn]
 
 
 def _columns_of_ratings(row: Row, form: RatedForm) -> Mapping[str, Any]:
     """Return where the names of ratings are looked up: the row, or its first answer that is an object."""
-    if form.read is not _of_objects:
+    if not form.rates_inside:
         return row
     answers = row[form.answers[0]]
     objects = [answer for answer in answers if isinstance(answer, dict)] if isinstance(answers, list) else []

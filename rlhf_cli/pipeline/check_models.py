@@ -445,6 +445,7 @@ class StageValidator:
             return None
 
         noun = "prompts" if key.endswith("prompts") else "rows"
+        sources = {"sources": rows.sources} if rows.sources else {}
         self.report.add(
             stage.config.stage,
             key,
@@ -454,6 +455,7 @@ class StageValidator:
             asked=rows.num_expected,
             left_out=rows.num_dropped,
             longest=rows.longest,
+            **sources,
         )
         if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
             self.trained_on.append(rows)

@@ -1,7 +1,7 @@
 """What `rlhf check` finds: the errors of all stages, what was checked, and what could not be."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class CheckReport:
     """Results of a check, printed at its end. Warnings are printed by the terminal as they occur."""
 
-    checked: list[dict[str, Any]] = field(default_factory=list)  # keys stage, what, found; some have numbers
+    checked: list[dict[str, Any]] = field(default_factory=list)  # stage, what, found; some have numbers, or sources
     errors: dict[Problem, None] = field(default_factory=dict)  # an ordered set
     not_checked: list[str] = field(default_factory=list)  # what could not be checked, and why
 
@@ -40,9 +40,9 @@ class CheckReport:
             return check(*arguments, **options)
         return None
 
-    def add(self, stage: str, label: str, result: str, **numbers: float) -> None:
-        """Add a row to the table of checked items."""
-        self.checked.append({"stage": stage, "what": label, "found": result, **numbers})
+    def add(self, stage: str, label: str, result: str, **further: Any) -> None:
+        """Add a row to the table of checked items; `sources` is a table of its own."""
+        self.checked.append({"stage": stage, "what": label, "found": result, **further})
 
     def show(self, *, as_json: bool) -> int:
         """Print the report; return the exit code."""
@@ -55,6 +55,9 @@ class CheckReport:
         if self.checked:
             columns = ["stage", "what", "found"]
             terminal.table(columns, [[item[name] for name in columns] for item in self.checked])
+        for item in self.checked:
+            if "sources" in item:
+                _print_sources(f"{item['stage']} {item['what']}", item["sources"])
         for text in self.not_checked:
             terminal.out(f"not checked: {text}")
         if not self.errors:
@@ -91,6 +94,24 @@ class CheckReport:
         for problem in self.errors:
             terminal.say(str(problem))
         return self.exit_code
+
+
+def _print_sources(name: str, sources: Sequence[Mapping[str, Any]]) -> None:
+    """Print how often the rows of each source in a list are used."""
+    total = sum(each["used"] for each in sources)
+    rows = []
+    for each in sources:
+        rows.append(
+            [
+                each["source"],
+                each["form"],
+                str(each["rows"]),
+                f"{each['weight']:g}",
+                f"{each['used'] / total:.1%}",
+                str(each["used"]),
+            ]
+        )
+    terminal.table(["source", "form", "rows", "weight", "share", "used"], rows, title=f"sources of {name}")
 
 
 @dataclass

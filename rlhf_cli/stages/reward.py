@@ -71,7 +71,7 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
         rows, eval_rows = training_rows.read_train_and_eval(config, tokenizer, model.config)
-    fields = lifecycle.manifest_fields(config, tokenizer, stop_id)  # reads data, which may be gone at the end
+    fields = lifecycle.manifest_fields(rows, tokenizer, stop_id)
 
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)

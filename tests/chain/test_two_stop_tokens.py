@@ -238,7 +238,7 @@ def test_a_model_trained_on_conversations_reads_texts_as_turns(stages: Path, tmp
     rendered = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     assert prompts and all(prompt.ids == rendered for prompt in prompts)
     assert parent.manifest.prompt_form == "conversation", "also when its data is gone"
-    assert lifecycle.manifest_fields(config, tokenizer, 1)["prompt_form"] == "conversation", "what the next stage reads"
+    assert lifecycle.manifest_fields(prompts, tokenizer, 1)["prompt_form"] == "conversation", "for the next stage"
     if "chosen" in row:
         (pair, *_) = data.preference_rows(tmp_path / "prompts.jsonl", tokenizer, max_length=None)
         answered = [*conversation, {"role": "assistant", "content": "It shines."}]

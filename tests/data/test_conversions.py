@@ -9,6 +9,8 @@ from bad_inputs import check
 from rlhf_cli import data, jsonl
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import conversions
+from rlhf_cli.errors import RLHFError
+from tests.conftest import turns
 from tests.data.test_bad_rows import ALPACA, ANSWERED, RANKED, write
 from tests.data.test_rows_of_other_tools import dialogue, messages, texts_of, turn
 
@@ -108,3 +110,36 @@ def test_sft_reads_whole_dialogues_beside_a_prompt_as_pairs_are_read(tmp_path: P
     assert (row["input_ids"], sum(row["completion_mask"])) == (prompt + response, len(response))
     (row,) = data.sft_rows(source, tokenizer, max_length=None)
     assert tokenizer.decode(row["input_ids"]) == f"{answer}<eos>"
+
+
+ANSWER = [{"role": "assistant", "content": "yes"}]
+OTHER = [{"role": "assistant", "content": "no"}]
+
+
+def in_parts(role: str, *texts: str, kind: str = "text") -> dict[str, Any]:
+    return {"role": role, "content": [{"type": kind, "text": text} for text in texts]}
+
+
+def test_text_parts_are_joined_and_others_refused(
+    chat: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = {"prompt": turns("Say it"), "chosen": ANSWER, "rejected": OTHER}
+    parts = {
+        "prompt": [in_parts("user", "Say ", "it")],
+        "chosen": [in_parts("assistant", "yes", kind="output_text")],
+        "rejected": [in_parts("assistant", "no")],
+    }
+    jsonl.write_jsonl(tmp_path / "plain.jsonl", [plain])
+    jsonl.write_jsonl(tmp_path / "parts.jsonl", [parts, {**parts, "prompt": turns("And it")}])
+    [expected] = data.preference_rows(tmp_path / "plain.jsonl", chat, max_length=None)
+    [found, _] = data.preference_rows(tmp_path / "parts.jsonl", chat, max_length=None)
+    assert found == expected
+    assert "parts.jsonl: contents of messages that are lists of text parts: joined" in capsys.readouterr().err
+
+    image = {"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": "x"}]}
+    jsonl.write_jsonl(tmp_path / "image.jsonl", [{**parts, "prompt": [image]}])
+    with pytest.raises(RLHFError) as error:
+        data.preference_rows(tmp_path / "image.jsonl", chat, max_length=None)
+    [problem] = error.value.problems
+    assert (problem.code, problem.text) == ("D06", "a message has a part of type 'image_url'; rlhf reads text alone")
+    assert problem.where and problem.where.endswith("image.jsonl:1")

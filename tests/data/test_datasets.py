@@ -1,4 +1,7 @@
-"""Files to tokens: the one encoder, the forms of rows, faults of rows, and the order of rows."""
+"""Files to tokens: the one encoder, the forms of rows, faults of rows, and the order of rows.
+
+Modules: `data/column_hints.py`.
+"""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A list of sources under data.train: exact counts, the rows that a weight draws, and lists that are refused."""
 
+import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,32 @@ def test_the_counts_and_the_files_of_a_list_are_said(here: Path) -> None:
     said = "5 rows of pairs.jsonl (10 x 0.5), 15 rows of rated.jsonl (6 x 2.5), 4 rows of labels.jsonl (4 x 1)"
     assert said in result.stderr.replace("\n", " ") and "24 rows" in result.stdout
 
+    title, *table = result.stdout[result.stdout.index("sources of") :].splitlines()
+    assert title == "sources of reward data.train"
+    assert [line.split("  ") for line in map(_narrow, table[:4])] == [
+        ["source", "form", "rows", "weight", "share", "used"],
+        ["pairs.jsonl", "{prompt, chosen, rejected}", "10", "0.5", "20.8%", "5"],
+        ["rated.jsonl", "lists of answers and scores by scores", "6", "2.5", "62.5%", "15"],
+        ["labels.jsonl", "one rated answer a row by label", "4", "1", "16.7%", "4"],
+    ]
+
+
+def _narrow(line: str) -> str:
+    """Return a line of a table with two spaces between its cells."""
+    return re.sub(" {2,}", "  ", line)
+
+
+def test_the_table_of_sources_as_json(here: Path) -> None:
+    write(THREE)
+    [rows] = [each for each in json.loads(check("reward.yaml", "--json").stdout)["checked"] if "sources" in each]
+    assert [(each["source"], each["rows"], each["used"]) for each in rows["sources"]] == [
+        ("pairs.jsonl", 10, 5),
+        ("rated.jsonl", 6, 15),
+        ("labels.jsonl", 4, 4),
+    ]
+    write("pairs.jsonl")
+    assert "sources" not in check("reward.yaml", "--json").stdout
+
 
 def test_the_hash_of_each_source_decides_whether_a_stage_is_up_to_date(here: Path) -> None:
     write(THREE)
@@ -131,12 +159,27 @@ BAD: list[tuple[Any, str, str, tuple[str, ...]]] = [
     ([{"path": "pairs.jsonl", "weigth": 2}], "C01", "reward.yaml:6", ("data.train.0.weigth", "did you mean weight?")),
     ([{"weight": 2}], "C05", "reward.yaml:5", ("data.train.0.path is missing",)),
     ([{"path": "none.jsonl"}], "D01", "reward.yaml:5", ("data.train.0: no such file none.jsonl",)),
-    ([{"path": "pairs.jsonl"}, {"path": "answers.jsonl"}], "D02", "answers.jsonl:1", ("columns found: prompt, compl",)),
+    (
+        [{"path": "pairs.jsonl"}, {"path": "answers.jsonl"}],
+        "D02",
+        "answers.jsonl:1",
+        (
+            "the row of data.train.1 (reward.yaml:6) needs",
+            "columns found: prompt, compl",
+            "e.g. data.train.1.columns: {",
+        ),
+    ),
     (
         [{"path": "pairs.jsonl"}, {"path": "margins.jsonl"}],
         "D23",
         "reward.yaml:6",
         ('margins.jsonl has "margin", pairs.jsonl has not', "hint: give all sources a margin, or none"),
+    ),
+    (
+        [{"path": "margins.jsonl"}, {"path": "pairs.jsonl", "columns": {"promt": "x"}}],
+        "D02",
+        "reward.yaml:6",
+        ('data.train.1.columns names "promt"',),
     ),
     (
         [{"path": "pairs.jsonl"}, {"path": "talks.jsonl"}],

@@ -41,6 +41,7 @@ TEXTS = {
         "reward:\n  per_device_train_batch_size: 2\n  normalize: none\n  center_rewards_coefficient: 0.01\n",
         "model: {path: model}\ndata:\n  train:\n  - path: pairs.jsonl\n    weight: 0.5\n  - path: pairs.jsonl\n"
         "    weight: 2\n    format: plain\n    columns: {prompt: prompt}\n  pairs_per_prompt: all\n"
+        "  min_rating_gap: 0.5\n  margin_per_point: 0.25\n"
         "reward:\n  max_steps: 2\n",
     ],
     "ppo": [
@@ -124,7 +125,9 @@ def test_configs_with_faults(stage: str, here: Path) -> None:
 DATA = ("model/", "scorer/", "rows.jsonl", "pairs.jsonl", "prompts.jsonl", "messages.jsonl")
 FORMS = {
     "sft": [("rows", {"prompt": "Tell me", "completion": " Yes."}), ("rows", {"text": "Tell me of the sun."}),
-            ("messages", {"messages": turns("Hi", "Yes?", "And?", "No.")})],
+            ("messages", {"messages": turns("Hi", "Yes?", "And?", "No.")}),
+            ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                                       {"role": "assistant", "content": [{"type": "text", "text": "Yes?"}]}]})],
     "reward": [("pairs", {"prompt": "Tell me", "chosen": " Yes.", "rejected": " No."}),
                ("pairs", {"chosen": "Tell me. Yes.", "rejected": "Tell me. No.", "margin": 0.5}),
                ("pairs", {"prompt": turns("Hi"), "chosen": turns("Hi", "Yes?"), "rejected": turns("Hi", "No?")}),
@@ -132,6 +135,10 @@ FORMS = {
                ("pairs", {"instruction": "Tell me", "completions": [{"response": " Yes.", "overall_score": 8},
                                                                     {"response": " No.", "overall_score": 2}]}),
                ("pairs", {"prompt": "Tell me", "response_0": " No.", "response_1": " Yes.", "better_response_id": 1}),
+               ("pairs", {"prompt": "Tell me", "response": " Yes.", "helpfulness": 4, "correctness": 3}),
+               ("pairs", {"prompt": "Tell me", "response_1": " No.", "response_2": " Yes.", "preference_strength": 2}),
+               ("pairs", {"context": turns("Hi"), "response1": "No?", "response2": "Yes?", "overall_preference": -3}),
+               ("pairs", {"prompt": "Tell me", "chosen": " Yes.", "rejected": " No.", "overall_preference": 1}),
                *(("pairs", {"prompt": "Tell me", "completion": " Yes.", "label": label}) for label in (True, False))],
     "ppo": [("prompts", {"prompt": "Tell me"}), ("prompts", {"messages": turns("Hi", "Yes?")})],
     "eval": [("prompts", {"prompt": "Tell me"}), ("prompts", {"prompt": turns("Hi")})],
@@ -139,10 +146,14 @@ FORMS = {
 
 
 def rows_like(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """64 rows; of labels every second one is of the other kind, on 32 prompts."""
-    if "label" not in row:
-        return [row] * 64
-    return [row | {"prompt": f"Tell me {n // 2}", "label": row["label"] is bool(n % 2)} for n in range(64)]
+    """64 rows; of labels and single ratings every second one is of the other kind, on 32 prompts."""
+    if "label" in row:
+        return [row | {"prompt": f"Tell me {n // 2}", "label": row["label"] is bool(n % 2)} for n in range(64)]
+    if "helpfulness" in row:
+        return [
+            row | {"prompt": f"Tell me {n // 2}", "response": f" Yes {n}.", "helpfulness": n % 5} for n in range(64)
+        ]
+    return [row] * 64
 
 
 @pytest.mark.parametrize("stage", FORMS)

@@ -48,7 +48,6 @@ PAIRS, EVAL_PAIRS = "data/pairs.jsonl", "data/pairs_eval.jsonl"
 FIRST_KEYS = ("seed", "model", "models", "data")  # of a written file
 # Options of data that the written pairs no longer need: they have the names and the form of rlhf.
 READING = ("columns", "subset", "revision", "max_rows")
-COMPARED = "compare"  # the name of labels of held-out prompts, if their settings do not say what they are
 HEADER = """# The next round of {run}: written by `rlhf init next` from its {stage}.yaml.
 
 """
@@ -127,8 +126,8 @@ def _label_names(run: Path, wanted: Sequence[str]) -> list[str]:
             text = f"--labels {name}: {shown(run / LABELS_FOLDER / name)} holds labels of the evaluation's prompts"
             raise RLHFError("C17", text, hint="name labels that were made without --compare")
 
-    unnamed = [name for name in known if name not in held_out and name.partition(".")[0] != COMPARED]
-    names = list(dict.fromkeys(wanted)) or unnamed
+    usable = [name for name in known if name not in held_out]
+    names = list(dict.fromkeys(wanted)) or usable
     if not names:
         text = f"{shown(run)} has no labels of its policy's answers, which the next round trains on"
         raise RLHFError("D01", text, hint=f"make some: rlhf label {shell_path(run)}, or with --by JUDGE")

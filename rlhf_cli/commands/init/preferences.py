@@ -38,7 +38,7 @@ from rlhf_cli.config import json_schema
 from rlhf_cli.config.machinery.paths import resolve_data
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.rendering import WITHOUT_MARKUP, check_rendering, rendered_rows
-from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
+from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
 from rlhf_cli.planning.placement import (
@@ -57,6 +57,7 @@ from rlhf_cli.runs.parents import Parent
 from rlhf_cli.statistics import wilson
 
 REQUIRED_STAGES = tuple(stage for stage in layout.STAGES if stage not in layout.OPTIONAL_STAGES)
+RATING_OPTIONS = ("pairs_per_prompt", "min_rating_gap", "margin_per_point")  # names of keys under data, too
 BASE_STAGES = ("sft", "ppo", "dpo")  # that --base may name
 MAX_LONGER_SHARE = 0.6  # of pairs whose longer answer was chosen; beyond it the summary names --balance-length
 ADDED_TOKENS = (
@@ -72,6 +73,9 @@ class PreferencesOptions:
     base: str | None  # a model's folder or hub id
     columns: Sequence[str] = ()  # each "NAME=COLUMN"
     plain: bool = False  # use the texts without the model's chat template
+    pairs_per_prompt: str | None = None  # this and the next two of rated answers; None: the default of a reward.yaml
+    min_rating_gap: float | None = None
+    margin_per_point: float | None = None
     balance_length: bool = False  # drop pairs of the reward model until both lengths are chosen equally often
     minutes: float | None = None  # time budget of the run; None: 30 on a CPU, 480 on a GPU
     adapters: str = "auto"  # one of placement.ADAPTERS
@@ -105,7 +109,8 @@ def init(folder: Path, options: PreferencesOptions) -> None:
     require_known(options.adapters)
     target = Target.of(options.gpu, 1)
     named = resolve_data(options.data, os.getcwd())
-    source = DataSource(named, "--data", columns=_column_names(options.columns), on_bad="drop")
+    ratings = _rating_options(options)
+    source = DataSource(named, "--data", columns=_column_names(options.columns), on_bad="drop", **ratings)
     remove_leftovers(folder)  # which are not taken
     _check_not_taken(folder, baselines=options.baselines)
 
@@ -119,7 +124,7 @@ def init(folder: Path, options: PreferencesOptions) -> None:
         values = _template_values(base, data, inputs, sizes=sizes, seed=options.seed)
         write_configs(scratch, values, inputs.dpo_rows)
     _print_summary(data, inputs, sizes)
-    for note in (sizes.note, _length_note(data, balanced=options.balance_length)):
+    for note in (sizes.note, _ratings_note(data, options), _length_note(data, balanced=options.balance_length)):
         if note:
             terminal.out(f"noted: {note}")
     terminal.out(f"{shown(folder)} is ready; next: rlhf run {shell_path(folder)}")
@@ -151,6 +156,15 @@ def _column_names(columns: Sequence[str]) -> dict[str, str]:
             raise RLHFError("C11", f"--column {text}: expected NAME=COLUMN", hint=hint)
         names[name] = column
     return names
+
+
+def _rating_options(options: PreferencesOptions) -> dict[str, Any]:
+    """Return how pairs of rated answers are made, where an option says so. Raises RLHFError C07."""
+    if options.pairs_per_prompt not in (None, "one", "all"):
+        text = f"--pairs-per-prompt {options.pairs_per_prompt}: expected one or all"
+        raise RLHFError("C07", text, hint=did_you_mean(str(options.pairs_per_prompt), ("one", "all")))
+    values = {name: getattr(options, name) for name in RATING_OPTIONS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_not_taken(folder: Path, *, baselines: bool) -> None:
@@ -251,6 +265,7 @@ def _template_values(
         "data": data.source.shown(),
         "seed": seed,
         "pairs": data.formatted,
+        "ratings": {name: getattr(data.source, name) for name in RATING_OPTIONS},
         "template_variables": data.template_variables,
         "max_answers": MAX_SFT_ANSWERS if leaves_answers_out else None,
         "inputs": inputs,
@@ -324,6 +339,14 @@ def _speed_text(inputs: SizingInputs) -> str:
         return ""
     text = f", trains {speed.training:.0f} and writes {speed.generation:.0f} tokens a second"
     return f"{text} in bfloat16" if speed.bf16_gain else text
+
+
+def _ratings_note(data: PreparedData, options: PreferencesOptions) -> str | None:
+    """Return that options for ratings have no effect, if the pairs have none."""
+    given = [f"--{name.replace('_', '-')}" for name in _rating_options(options)]
+    if data.formatted.file.ratings or not given:
+        return None
+    return f"{' and '.join(given)} had no effect: the pairs have no ratings"
 
 
 def _length_note(data: PreparedData, *, balanced: bool) -> str | None:

@@ -18,7 +18,6 @@ from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import machine
-from rlhf_cli.stages.common.prompt_forms import DATA_KEYS
 
 Check = Callable[[Mapping[str, Parent]], None]
 C = TypeVar("C", SFTConfig, RewardConfig, DPOConfig, PPOConfig, EvalConfig)
@@ -97,8 +96,6 @@ def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None],
         train(config, stage)
 
 
-def manifest_fields(config: Config, tokenizer: Any, stop_token_id: StopTokenId) -> dict[str, Any]:
+def manifest_fields(rows: data.Rows[Any], tokenizer: Any, stop_token_id: StopTokenId) -> dict[str, Any]:
     """Return the manifest's fields about the tokenizer and the form of the prompts that the stage trained on."""
-    source = config.sources()[DATA_KEYS[config.stage]]
-    form = data.prompt_form(source, in_turns=data.speaks_in_turns(tokenizer))
-    return {**tokenizers.manifest_fields(tokenizer, stop_token_id), "prompt_form": form}
+    return {**tokenizers.manifest_fields(tokenizer, stop_token_id), "prompt_form": rows.prompt_form}

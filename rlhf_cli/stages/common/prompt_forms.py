@@ -4,11 +4,11 @@ from typing import Any, Literal, cast
 
 from rlhf_cli import config as configs
 from rlhf_cli import data
+from rlhf_cli.data.datasets import PromptForm
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.runs.parents import Parent
 
-PromptForm = Literal["text", "conversation", "transcript"]  # how a data file writes prompts
 PromptFormat = Literal["template", "transcript", "text"]  # how they are passed to a model
 
 DATA_KEYS = {  # stage -> the key of the data that it trains on

@@ -37,7 +37,7 @@ def _train(config: PPOConfig, stage: lifecycle.StageRun) -> None:
     rewards = components.trainer.rewards.values()
     reward_judges.check_calls_of_run(config, len(components.prompts))
     stage.process_group.run_on_main(lambda: reward_judges.pass_probes(rewards))
-    fields = lifecycle.manifest_fields(config, components.tokenizer, components.stop_token_id)  # reads data
+    fields = lifecycle.manifest_fields(components.prompts, components.tokenizer, components.stop_token_id)
     stage.begin_training()
 
     runner = PPORunner(config, components)

@@ -30,7 +30,7 @@ class PPOComponents:
 
     tokenizer: Any
     stop_token_id: StopTokenId
-    prompts: list[data.Prompt]
+    prompts: data.Rows[data.Prompt]
     eval_prompts: list[data.Prompt]
     trainer: PPOTrainer
     ref_engine: HFEngine

@@ -71,7 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder, "eval", {**chat_run.EVAL, "judges": judges | people, "output": {"run_name": "one"}})
     (folder / "judges.py").write_text("def short(prompts, responses):\n    return [-len(each) for each in responses]\n")
     write_labels(folder, "people", label_rows(["what is new?", "and what else?"]))
-    write_labels(folder, "compare", label_rows(["what is a held-out prompt?"]))
+    write_labels(folder, "compare", label_rows(["what is a held-out prompt?"]), compares=True)
     return folder
 
 
@@ -125,7 +125,8 @@ def test_the_round_goes_on_from_the_run_of_which_nothing_is_written(run: Path) -
 
 
 def test_a_third_round_has_the_pairs_of_both_and_the_first_sft(run: Path) -> None:
-    must_succeed(rlhf("init", "next", run, "two", "--labels", "people,compare"))
+    write_labels(run, "others", label_rows(["what do others say?"]))
+    must_succeed(rlhf("init", "next", run, "two", "--labels", "people,others"))
     two = Path("two")
     for stage, model in (("reward", "reward_model"), ("ppo", "sft_model")):
         as_stage(two, stage, run / model, yaml.safe_load((two / f"{stage}.yaml").read_text()))
@@ -133,7 +134,7 @@ def test_a_third_round_has_the_pairs_of_both_and_the_first_sft(run: Path) -> Non
     write_labels(two, "mine", label_rows(["a third?"], "first"))
     must_succeed(rlhf("init", "next", "two", "deep/three"))
     prompts = [row["prompt"] for row in rows("deep/three/data/pairs.jsonl")]
-    assert prompts[20:] == ["what is new?", "and what else?", "what is a held-out prompt?", "a third?"]
+    assert prompts[20:] == ["what is new?", "and what else?", "what do others say?", "a third?"]
     config = load("ppo", "deep/three/ppo.yaml")
     assert [Path(path).resolve() for path in (config.models.sft, str(config.models.policy))] == [
         (run / "sft").resolve(), (two / "ppo").resolve(),

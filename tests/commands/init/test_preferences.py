@@ -98,6 +98,33 @@ def test_every_form_becomes_parts_without_a_common_prompt(
     assert form != "transcripts" or prompt.endswith("\n\nAssistant:")
 
 
+def test_options_of_rated_answers(data: dict[str, Path], world: World, tmp_path: Path) -> None:
+    rated = tmp_path / "rated.jsonl"
+    content = [{"prompt": p, "responses": [c, r, f"{r} No."], "scores": [9, 4, 1]} for p, c, r in ROWS]
+    jsonl.write_jsonl(rated, content)
+    run = tmp_path / "run"
+    options = ("--pairs-per-prompt", "all", "--min-rating-gap", "4", "--margin-per-point", "0.5")
+    result = must_succeed(init(run, rated, world.base, *options))
+    assert f"200 pairs of {len(PROMPTS)} prompts" in result.output.replace("\n", " ")
+    assert Counter(row["margin"] for row in rows(run, "pairs")) == {2.5: 45, 4.0: 45}
+    said = (
+        '  # The pairs were made of the ratings in "scores" of rated.jsonl, with\n'
+        "  # pairs_per_prompt: all, min_rating_gap: 4, margin_per_point: 0.5\n"
+    )
+    assert said in (run / "reward.yaml").read_text().replace(str(tmp_path) + "/", "")
+    assert config.load("reward", run / "reward.yaml").stage == "reward"
+
+    assert (
+        "noted: --min-rating-gap had no effect"
+        in init(tmp_path / "a", data["columns"], world.base, *options[2:4]).output
+    )
+    assert "made of the ratings" not in (tmp_path / "a/reward.yaml").read_text()
+    assert (
+        "error[C07]: --pairs-per-prompt al: expected one or all"
+        in init(tmp_path / "b", rated, world.base, "--pairs-per-prompt", "al").stderr
+    )
+
+
 @pytest.mark.full
 def test_with_a_chat_template_prompts_are_conversations(data: dict[str, Path], world: World, tmp_path: Path) -> None:
     base = tmp_path / 'a: "chat" #1'  # a name that YAML must quote
