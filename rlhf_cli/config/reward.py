@@ -15,6 +15,7 @@ class RewardSettings(TrainerSettings):
     """Reward modelling by TRL's RewardTrainer."""
 
     learning_rate: NonNegativeFloat = 1e-5
+    keep: Literal["best", "last"] = "best"
     center_rewards_coefficient: NonNegativeFloat | None = 0.01
     normalize: Literal["none", "sft"] = "sft"
     normalize_samples: AtLeastTwo = 256

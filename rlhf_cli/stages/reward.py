@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import trl
 from torch.nn.functional import softplus
+from torch.utils.data import SequentialSampler
 from transformers import set_seed
 
 from rlhf_cli import data, terminal
@@ -30,7 +31,7 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.report import RewardModelCard
+from rlhf_cli.runs.report import KeptStep, RewardModelCard
 from rlhf_cli.stages.common import (
     batch_sizes,
     held_out,
@@ -42,6 +43,7 @@ from rlhf_cli.stages.common import (
     trl_trainer,
     trl_training,
 )
+from rlhf_cli.stages.common.best_step import BestStep
 
 NUM_PROBES = 8
 SCORES = "It scores a prompt with its answer at the last token, the token that ended the answers of its training."
@@ -54,7 +56,19 @@ PairRows = list[dict[str, Any]]
 
 
 class RewardTrainer(trl_trainer.TrainerMixin, trl.RewardTrainer):
-    """TRL's trainer with length-grouped batches."""
+    """TRL's trainer with length-grouped batches, and the margins of its evaluations."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """Return TRL's loss; in an evaluation also note the margins."""
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if self.best and not self.model.training:
+            chosen, rejected = outputs.logits.detach().squeeze(-1).chunk(2)
+            self.best.note(self.accelerator.gather_for_metrics(chosen - rejected))
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Return a sampler in the order of the rows, whatever `trainer.train_sampling_strategy` is."""
+        return SequentialSampler(eval_dataset)
 
 
 def run(config: RewardConfig, options: Options) -> None:
@@ -77,7 +91,7 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
     del model
     with ExitStack() as trackers:
-        steps, log, base = trl_training.train_and_save(
+        steps, log, base, kept_step = trl_training.train_and_save(
             trainer,
             config,
             stage,
@@ -101,7 +115,9 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
 
         scorer = trl_training.load_saved_model(load.load_reward_model, config, stage.options, in_memory.base)
         card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
-        if card:
+        if card and kept_step:  # the log has an evaluation of the last step
+            card = card.with_changes(kept_step=kept_step)
+        elif card:
             trl_training.log_final_evaluation(log, steps, metrics)
 
     scale: dict[str, float] = {}
@@ -117,9 +133,16 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
     fields["probes"] = reference_probes(scorer, eval_rows or rows, bf16=use_bf16(config))
     if use_bf16(config):
         fields["probes_dtype"] = "bfloat16"
-    stage.complete({**fields, **scale, "step": steps})
+    stage.complete({**fields, **scale, **_step_fields(steps, kept_step)})
     if card:
         print_card(card)
+
+
+def _step_fields(steps: int, kept: KeptStep | None) -> dict[str, Any]:
+    """Return the manifest's fields about the model's step; `model_is` only if there was a choice."""
+    if kept is None:
+        return {"step": steps}
+    return {"model_is": "the last step" if kept.step == steps else "the best step", "step": kept.step}
 
 
 def load_tokenizer_and_models(
@@ -186,7 +209,7 @@ def make_trainer(
         max_length=None,
         center_rewards_coefficient=config.reward.center_rewards_coefficient or None,
     )
-    return trl_trainer.build_trainer(
+    trainer = trl_trainer.build_trainer(
         RewardTrainer,
         config,
         args,
@@ -197,6 +220,10 @@ def make_trainer(
         model=model,
         processing_class=tokenizer,
     )
+    if eval_rows and not args.load_best_model_at_end:
+        prompts = [tuple(row["prompt_ids"]) for row in eval_rows]
+        trainer.best = BestStep(prompts, keeps_best=config.reward.keep == "best")
+    return trainer
 
 
 def _without_prompt_ids(row: dict[str, Any]) -> dict[str, Any]:
