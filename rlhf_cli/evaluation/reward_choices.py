@@ -49,4 +49,32 @@ def _gain_of_best_step(card: RewardModelCard) -> str:
     return f"{gain:.3f} of accuracy: set reward.keep: best"
 
 
-CHOICES: Sequence[Choice] = (Choice("best checkpoint", _kept_step, _gain_of_best_step),)
+# Labels
+
+
+def _label_errors(card: RewardModelCard) -> str:
+    errors = card.label_errors
+    if errors is None:
+        return "unknown: no pair has two labels"
+    low, high = errors.wrong_ci95
+    return f"{errors.wrong:.1%} [{low:.1%}, {high:.1%}] are wrong"
+
+
+def _gain_of_right_labels(card: RewardModelCard) -> str:
+    """Return the accuracy on held-out labels without errors; those of a share e, unrelated to the scores, hide it.
+
+    accuracy = a (1 - e) + (1 - a) e, for the accuracy a on right labels (Natarajan et al. 2013, NeurIPS, lemma 1).
+    """
+    errors = card.label_errors
+    if errors is None:
+        return "unknown; label some pairs twice"
+    if errors.wrong >= min(card.accuracy, 1 - card.accuracy):
+        return "cannot be told: the labels err as often"
+    right = (card.accuracy - errors.wrong) / (1 - 2 * errors.wrong)
+    return f"accuracy {right:.3f}, if held-out labels err alike"
+
+
+CHOICES: Sequence[Choice] = (
+    Choice("best checkpoint", _kept_step, _gain_of_best_step),
+    Choice("labels without errors", _label_errors, _gain_of_right_labels),
+)

@@ -267,6 +267,14 @@ class KeptStep(StrictModel):
     optimism: float | None = None  # by how much the card's accuracy is too high: its pairs chose the step
 
 
+class LabelErrors(StrictModel):
+    """The share of wrong labels among the training pairs, by those that were labelled more than once."""
+
+    repeats: Count
+    wrong: Share
+    wrong_ci95: Bounds
+
+
 # Keys of a card that are also the metrics of its stage, in their order there.
 HEADLINE = (
     "accuracy",
@@ -307,6 +315,7 @@ class RewardModelCard(RewardModelAccuracy):
     longer_answer: LongerAnswer | None = None
     adversarial: Adversarial
     kept_step: KeptStep | None = None  # None: only the last step could be kept
+    label_errors: LabelErrors | None = None  # None: too few repeated pairs, or none with two labels that differ
     flags: list[CardFlag] | None = None
 
 

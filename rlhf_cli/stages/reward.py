@@ -17,6 +17,7 @@ from transformers import set_seed
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.reward import SAMPLING_BATCH_SIZE, RewardConfig
+from rlhf_cli.data.label_noise import label_noise
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import header_of_answers
 from rlhf_cli.errors import RLHFError, at_location, shown
@@ -31,7 +32,7 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.report import KeptStep, RewardModelCard
+from rlhf_cli.runs.report import KeptStep, LabelErrors, RewardModelCard
 from rlhf_cli.stages.common import (
     batch_sizes,
     held_out,
@@ -115,6 +116,8 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
 
         scorer = trl_training.load_saved_model(load.load_reward_model, config, stage.options, in_memory.base)
         card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
+        if card:
+            card = card.with_changes(label_errors=label_errors(rows))
         if card and kept_step:  # the log has an evaluation of the last step
             card = card.with_changes(kept_step=kept_step)
         elif card:
@@ -474,6 +477,20 @@ def _scored_pairs(rows: PairRows, chosen: Sequence[float], rejected: Sequence[fl
         prompt = tuple(row["prompt_ids"])
         pairs.append(ScoredPair(chosen_score, rejected_score, chosen_length, rejected_length, prompt))
     return pairs
+
+
+def label_errors(rows: PairRows) -> LabelErrors | None:
+    """Return the share of wrong labels by the pairs that were labelled more than once."""
+    labels = []
+    for row in rows:
+        chosen = tuple(row["chosen_ids"])
+        rejected = tuple(row["rejected_ids"])
+        labels.append((hash((chosen, rejected)), hash((rejected, chosen))))
+
+    noise = label_noise(labels)
+    if noise is None:
+        return None
+    return LabelErrors(repeats=noise.repeats, wrong=noise.wrong, wrong_ci95=list(noise.wrong_ci95))
 
 
 def build_probes(tokenizer: Any, rows: PairRows, context: int | None, seed: int) -> dict[str, list[list[int]]]:

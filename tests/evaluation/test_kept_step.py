@@ -99,3 +99,15 @@ def test_the_corrected_accuracy_is_on_the_card_of_a_chosen_step() -> None:
     (row,) = [row for row in card_rows(chosen) if "did not choose" in row[0]]
     assert row[1].startswith("0.780 [0.73")  # the card's 0.8 [0.76, 0.83] without 0.02, wider by the same
     assert not any("did not choose" in row[0] for row in card_rows(kept_card(None)))
+
+
+def test_the_choices_say_the_errors_of_the_labels() -> None:
+    """An accuracy of .8 on labels of which a tenth are wrong is one of .875 on right ones: .875 * .9 + .125 * .1."""
+    errors = {"repeats": 100, "wrong": 0.1, "wrong_ci95": [0.06, 0.16]}
+    known = RewardModelCard.model_validate({**card(), "label_errors": errors})
+    _, row = choice_rows(known)
+    said = ["10.0% [6.0%, 16.0%] are wrong", "accuracy 0.875, if held-out labels err alike"]
+    assert row == ["labels without errors", *said]
+    often = RewardModelCard.model_validate({**card(), "label_errors": {**errors, "wrong": 0.2}})
+    assert choice_rows(often)[1][2] == "cannot be told: the labels err as often"
+    assert choice_rows(kept_card(None))[1][1:] == ["unknown: no pair has two labels", "unknown; label some pairs twice"]
