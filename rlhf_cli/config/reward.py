@@ -20,6 +20,12 @@ class RewardSettings(TrainerSettings):
     normalize: Literal["none", "sft"] = "sft"
     normalize_samples: AtLeastTwo = 256
 
+    @property
+    def keeps_another_checkpoint(self) -> bool:
+        """True if the best step's checkpoint may stay beside the newest: of several evaluations, as far as is known."""
+        several = self.num_train_epochs > 1 or self.eval_steps is not None
+        return self.keep == "best" and several
+
 
 class RoundRewardModel(RewardModel):
     """Initial model of reward training: the SFT model, or in a further round a reward model."""
