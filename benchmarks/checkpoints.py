@@ -2,10 +2,10 @@
 
     python -m benchmarks.checkpoints RUN --cases small medium [--smoothing 0 0.1] [--out FILE]
 
-RUN is a folder of `rlhf init demo` after `rlhf sft RUN`. Each seed of a case trains on other pairs of its
-data/pairs.jsonl, as long as there are enough, and keeps the weights of each evaluation. All of them score the 500 pairs
-of data/pairs_eval.jsonl, by which one is chosen, and 1,000 further pairs of held-out requests, which take no part in
-the choice and have no errors of raters. Prints a line of JSON for each training.
+RUN is a folder of `rlhf init demo` or `rlhf init ci` after `rlhf sft RUN`. Each seed of a case draws pairs of the
+demo's world for training and 500 pairs of held-out requests, with the same share of rater errors, and keeps the weights
+of each evaluation. All of them score the 500 pairs, by which one is chosen, and 1,000 further ones, which take no part
+in the choice and have no errors. Prints a line of JSON for each training.
 """
 
 import argparse
@@ -25,27 +25,28 @@ from torch.nn import functional
 from rlhf_cli.config import loading
 from rlhf_cli.config.base import Options
 from rlhf_cli.demo import world
-from rlhf_cli.jsonl import append_jsonl, read_jsonl, write_jsonl
+from rlhf_cli.jsonl import append_jsonl, write_jsonl
 from rlhf_cli.models import load, tokenizers
 from rlhf_cli.stages import reward
 from rlhf_cli.stages.common import training_rows
 from rlhf_cli.statistics import selection_weights, within_noise
 
+CHOOSING_PAIRS = 500
 FURTHER_PAIRS = 1000
 BATCH = 32
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training: its pairs and epochs, the evaluations in each epoch, and the share of labels that are exchanged.
+    """A training: its pairs and epochs, the evaluations in each epoch, and the share of labels that are wrong.
 
     The demo's raters err in .05 of the pairs; people disagree in a quarter to a third (Ouyang et al. 2022, 3.4).
     """
 
     pairs: int
     epochs: int
-    evaluations: int = 1
-    exchanged: float = 0.0
+    evaluations: float = 1
+    errors: float = world.FLIPS
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Training:
     @property
     def folder(self) -> Path:
         case = self.case
-        name = f"{case.pairs}x{case.epochs}-{case.exchanged:g}-{self.smoothing:g}-{self.seed}"
+        name = f"{case.pairs}x{case.epochs}-{case.errors:g}-{self.smoothing:g}-{self.seed}"
         return self.run / "checkpoints" / name
 
 
 CASES = {
     "small": Case(pairs=500, epochs=5),
-    "noisy": Case(pairs=500, epochs=8, exchanged=0.25),
+    "overfit": Case(pairs=250, epochs=12, evaluations=0.5, errors=0.25),
     "medium": Case(pairs=2000, epochs=5),
     "three-epochs": Case(pairs=12_000, epochs=3),
     "one-epoch": Case(pairs=12_000, epochs=1, evaluations=5),
@@ -85,8 +86,8 @@ def main() -> None:
     torch.set_num_threads(1)
 
     for name in options.cases:
-        for smoothing in options.smoothing:
-            for seed in options.seeds:
+        for seed in options.seeds:
+            for smoothing in options.smoothing:
                 training = Training(options.run.resolve(), CASES[name], seed, smoothing)
                 result = {"case": name, "seed": seed, "smoothing": smoothing, **measure(training)}
                 print(result, flush=True)
@@ -96,13 +97,12 @@ def main() -> None:
 
 def measure(training: Training) -> dict[str, Any]:
     """Train a case, and return the accuracies of its checkpoints."""
-    run = training.run
     folder = training.folder
     config: Any = loading.load("reward", write_inputs(training))
     with label_smoothing(training.smoothing):
         reward.run(config, Options())
 
-    chosen_on = Held.read(config, "data/pairs_eval.jsonl", run)
+    chosen_on = Held.read(config, "chosen_on.jsonl", folder)
     further = Held.read(config, "further.jsonl", folder)
     right = {}
     accuracy = {}
@@ -141,18 +141,15 @@ def write_inputs(training: Training) -> Path:
     case = training.case
     folder = training.folder
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row for _, row in read_jsonl(training.run / "data/pairs.jsonl")]
-    first = training.seed * case.pairs % len(rows)
-    pairs = rows[first : first + case.pairs]
-    draw = random.Random(training.seed)
-    for number in draw.sample(range(len(pairs)), round(case.exchanged * len(pairs))):
-        row = pairs[number]
-        pairs[number] = {**row, "chosen": row["rejected"], "rejected": row["chosen"]}
-    write_jsonl(folder / "pairs.jsonl", pairs)
-    write_jsonl(folder / "further.jsonl", further_pairs(training.run))
+    train, held_out = world.split(0)
+    with mock.patch.object(world, "FLIPS", case.errors):
+        write_jsonl(folder / "pairs.jsonl", world.pairs(train, case.pairs, draw(training, "training")))
+        write_jsonl(folder / "chosen_on.jsonl", world.pairs(held_out, CHOOSING_PAIRS, draw(training, "choice")))
+    with mock.patch.object(world, "FLIPS", 0):
+        write_jsonl(folder / "further.jsonl", world.pairs(held_out, FURTHER_PAIRS, draw(training, "further")))
 
     steps_per_epoch = -(-case.pairs // BATCH)
-    interval = steps_per_epoch // case.evaluations
+    interval = round(steps_per_epoch / case.evaluations)
     keys = {
         "seed": training.seed,
         "model": {"path": "../../sft"},
@@ -161,7 +158,7 @@ def write_inputs(training: Training) -> Path:
             "num_train_epochs": case.epochs,
             "per_device_train_batch_size": BATCH,
             "per_device_eval_batch_size": 64,
-            "max_length": 128,
+            "max_length": 160,
             "learning_rate": 1e-3,
             "normalize": "none",
         },
@@ -172,14 +169,9 @@ def write_inputs(training: Training) -> Path:
     return path
 
 
-def further_pairs(run: Path) -> Iterator[dict[str, str]]:
-    """Return pairs of held-out requests in the order that a rater without errors prefers."""
-    seed = yaml.safe_load((run / "reward.yaml").read_text(encoding="utf-8"))["seed"]
-    _, held_out = world.split(seed)
-    for row in world.pairs(held_out, FURTHER_PAIRS, random.Random(f"{seed} further pairs")):
-        answers = [row["chosen"], row["rejected"]]
-        chosen, rejected = sorted(answers, key=lambda answer: -world.impression(row["prompt"], answer.strip()))
-        yield {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected}
+def draw(training: Training, name: str) -> random.Random:
+    """Return the random numbers of a file of pairs."""
+    return random.Random(f"{training.seed} {name}")
 
 
 @dataclass(frozen=True)
