@@ -2,10 +2,10 @@
 
     python -m benchmarks.checkpoints RUN --cases small medium [--smoothing 0 0.1] [--out FILE]
 
-RUN is a folder of `rlhf init demo` or `rlhf init ci` after `rlhf sft RUN`. Each seed of a case draws pairs of the
-demo's world for training and 500 pairs of held-out requests, with the same share of rater errors, and keeps the weights
-of each evaluation. All of them score the 500 pairs, by which one is chosen, and 1,000 further ones, which take no part
-in the choice and have no errors. Prints a line of JSON for each training.
+RUN is a folder of `rlhf init demo` after `rlhf sft RUN`. Each seed of a case draws pairs of the demo's world, trains on
+them and keeps the weights of each evaluation. All of them score 1,000 pairs of held-out requests without errors of
+raters, which are dealt into halves 200 times: one half, whose raters err again, chooses a checkpoint, the other
+measures it. Prints a line of JSON for each training.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import yaml
 from torch.nn import functional
@@ -25,14 +26,14 @@ from torch.nn import functional
 from rlhf_cli.config import loading
 from rlhf_cli.config.base import Options
 from rlhf_cli.demo import world
+from rlhf_cli.evaluation.kept_step import best_step, keep_step
 from rlhf_cli.jsonl import append_jsonl, write_jsonl
 from rlhf_cli.models import load, tokenizers
 from rlhf_cli.stages import reward
 from rlhf_cli.stages.common import training_rows
-from rlhf_cli.statistics import selection_weights, within_noise
 
-CHOOSING_PAIRS = 500
-FURTHER_PAIRS = 1000
+HELD_OUT_PAIRS = 1000
+DEALS = 200
 BATCH = 32
 
 
@@ -45,7 +46,7 @@ class Case:
 
     pairs: int
     epochs: int
-    evaluations: float = 1
+    evaluations: int = 1
     errors: float = world.FLIPS
 
 
@@ -67,7 +68,7 @@ class Training:
 
 CASES = {
     "small": Case(pairs=500, epochs=5),
-    "overfit": Case(pairs=250, epochs=12, evaluations=0.5, errors=0.25),
+    "overfit": Case(pairs=500, epochs=8, errors=0.25),
     "medium": Case(pairs=2000, epochs=5),
     "three-epochs": Case(pairs=12_000, epochs=3),
     "one-epoch": Case(pairs=12_000, epochs=1, evaluations=5),
@@ -97,43 +98,49 @@ def main() -> None:
 
 def measure(training: Training) -> dict[str, Any]:
     """Train a case, and return the accuracies of its checkpoints."""
-    folder = training.folder
     config: Any = loading.load("reward", write_inputs(training))
     with label_smoothing(training.smoothing):
         reward.run(config, Options())
 
-    chosen_on = Held.read(config, "chosen_on.jsonl", folder)
-    further = Held.read(config, "further.jsonl", folder)
+    return score_checkpoints(config, training)
+
+
+def score_checkpoints(config: Any, training: Training) -> dict[str, Any]:
+    """Return the accuracies of the checkpoints of a finished training, and what each rule of choice gains."""
+    held_out = Held.read(config, training.folder / "held_out.jsonl")
     right = {}
-    accuracy = {}
-    states = sorted((folder / "reward/state").glob("checkpoint-*"), key=lambda state: int(state.name.split("-")[1]))
-    for state in states:
+    states = (training.folder / "reward/state").glob("checkpoint-*")
+    for step, state in sorted((int(state.name.split("-")[1]), state) for state in states):
         model = load.load_reward_model(state).eval().requires_grad_(False)
-        step = int(state.name.split("-")[1])
-        right[step] = chosen_on.right(model)
-        accuracy[step] = fmean(further.right(model))
-    return summary(right, accuracy, chosen_on.prompts)
+        right[step] = np.array(held_out.right(model))
+    accuracies = {step: round(float(values.mean()), 4) for step, values in right.items()}
+    return {"accuracies": accuracies, **gains(right, held_out.prompts, training.case.errors)}
 
 
-def summary(right: dict[int, list[float]], accuracy: dict[int, float], prompts: Sequence[Any]) -> dict[str, Any]:
-    """Return which checkpoint each rule keeps, and what it is worth on pairs that took no part in the choice."""
+def gains(right: dict[int, Any], prompts: Sequence[Any], errors: float) -> dict[str, Any]:
+    """Return the mean accuracy of the step that each rule keeps over the last, and how often it is another step."""
+    rng = np.random.default_rng(0)
+    count = len(prompts)
     last = max(right)
-    best = max(right, key=lambda step: fmean(right[step]))
-    tied = within_noise(right, prompts)
-    kept = last if last in tied else best
-    weights = selection_weights(right, prompts)
-    elsewhere = fmean((weights * torch.tensor(list(right.values())).T.numpy()).sum(axis=1))
-    return {
-        "steps": list(right),
-        "chosen_on": [round(fmean(values), 4) for values in right.values()],
-        "further": [round(value, 4) for value in accuracy.values()],
-        "last": last,
-        "best": best,
-        "kept": kept,
-        "optimism": round(fmean(right[best]) - elsewhere, 4),
-        "gain_of_best": round(accuracy[best] - accuracy[last], 4),
-        "gain_of_kept": round(accuracy[kept] - accuracy[last], 4),
-    }
+    kept: dict[str, list[int]] = {"highest": [], "best": []}
+    gained: dict[str, list[float]] = {"highest": [], "best": []}
+    for _ in range(DEALS):
+        order = rng.permutation(count)
+        chooses = order[: count // 2]
+        measures = order[count // 2 :]
+        wrong_labels = rng.random(len(chooses)) < errors
+        seen = {step: np.where(wrong_labels, 1 - values[chooses], values[chooses]) for step, values in right.items()}
+
+        steps = {"highest": best_step(seen), "best": keep_step(seen, [prompts[i] for i in chooses]).step}
+        for rule, step in steps.items():
+            kept[rule].append(step)
+            gained[rule].append(float(right[step][measures].mean() - right[last][measures].mean()))
+    result: dict[str, Any] = {}
+    for rule in kept:
+        result[f"gain of {rule}"] = round(fmean(gained[rule]), 4)
+        result[f"worst of {rule}"] = round(min(gained[rule]), 4)
+        result[f"others of {rule}"] = fmean(step != last for step in kept[rule])
+    return result
 
 
 def write_inputs(training: Training) -> Path:
@@ -144,12 +151,11 @@ def write_inputs(training: Training) -> Path:
     train, held_out = world.split(0)
     with mock.patch.object(world, "FLIPS", case.errors):
         write_jsonl(folder / "pairs.jsonl", world.pairs(train, case.pairs, draw(training, "training")))
-        write_jsonl(folder / "chosen_on.jsonl", world.pairs(held_out, CHOOSING_PAIRS, draw(training, "choice")))
     with mock.patch.object(world, "FLIPS", 0):
-        write_jsonl(folder / "further.jsonl", world.pairs(held_out, FURTHER_PAIRS, draw(training, "further")))
+        write_jsonl(folder / "held_out.jsonl", world.pairs(held_out, HELD_OUT_PAIRS, draw(training, "held out")))
 
     steps_per_epoch = -(-case.pairs // BATCH)
-    interval = round(steps_per_epoch / case.evaluations)
+    interval = steps_per_epoch // case.evaluations
     keys = {
         "seed": training.seed,
         "model": {"path": "../../sft"},
@@ -181,9 +187,9 @@ class Held:
     rows: list[dict[str, Any]]
 
     @classmethod
-    def read(cls, config: Any, name: str, folder: Path) -> "Held":
+    def read(cls, config: Any, path: Path) -> "Held":
         """Read the pairs of a file."""
-        pairs = config.model_copy(update={"data": config.data.model_copy(update={"eval": str(folder / name)})})
+        pairs = config.model_copy(update={"data": config.data.model_copy(update={"eval": str(path)})})
         tokenizer = tokenizers.load_tokenizer(Path(config.model.path) / "model")
         return cls(list(training_rows.read_split(pairs, "eval", tokenizer)))
 
