@@ -131,6 +131,8 @@ def _headline_text(stage: Stage) -> str:
     accuracy = metrics.get("accuracy", metrics.get("rewards/accuracies"))
     if accuracy is not None:
         where = " in training" if from_log else ""
+        if stage.name == "reward" and stage.manifest.model_is == "the best step":
+            where = f", the best step ({stage.manifest.step})"
         return f"accuracy {with_interval(accuracy, metrics.get('accuracy_ci95'))}{where}"
     if "objective/scores" in metrics:
         reward = format_reward(metrics, LAST_UPDATE if from_log else TRAINING)

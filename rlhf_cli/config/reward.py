@@ -15,9 +15,16 @@ class RewardSettings(TrainerSettings):
     """Reward modelling by TRL's RewardTrainer."""
 
     learning_rate: NonNegativeFloat = 1e-5
+    keep: Literal["best", "last"] = "best"
     center_rewards_coefficient: NonNegativeFloat | None = 0.01
     normalize: Literal["none", "sft"] = "sft"
     normalize_samples: AtLeastTwo = 256
+
+    @property
+    def keeps_another_checkpoint(self) -> bool:
+        """True if the best step's checkpoint may stay beside the newest: of several evaluations, as far as is known."""
+        several = self.num_train_epochs > 1 or self.eval_steps is not None
+        return self.keep == "best" and several
 
 
 class RoundRewardModel(RewardModel):

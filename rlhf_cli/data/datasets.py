@@ -13,6 +13,7 @@ from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import texts
 from rlhf_cli.data.formats import DatasetReader, by_frequency, dropped_causes
+from rlhf_cli.data.label_noise import label_noise
 from rlhf_cli.data.readers import BadRow, RowLocation
 from rlhf_cli.data.rendering import check_rendering, rendered_rows
 from rlhf_cli.data.texts import Example, Form, Pair
@@ -320,14 +321,16 @@ def _distinct_prompts(reader: DatasetReader) -> Iterator[Example]:
 
 
 def _warn_repeated(reader: DatasetReader, pairs: list[Example]) -> None:
-    """Warn (D15) about duplicate pairs and about pairs that also occur with swapped answers."""
+    """Warn (D15) about duplicate pairs, and about pairs with swapped answers, which show the noise of the labels."""
     seen: dict[bytes, RowLocation] = {}
     duplicates: list[str] = []
     swapped: list[str] = []
+    labels: list[tuple[bytes, bytes]] = []
     for pair in pairs:
         chosen, rejected = pair.responses.values()
         key = _digest(pair.prompt, chosen, rejected)
         swapped_key = _digest(pair.prompt, rejected, chosen)
+        labels.append((key, swapped_key))
         if key in seen:
             duplicates.append(f"{seen[key].short} and {pair.location.short}")
             continue
@@ -342,7 +345,8 @@ def _warn_repeated(reader: DatasetReader, pairs: list[Example]) -> None:
     for description, places in descriptions.items():
         if places:
             text = f"{len(places)} of {len(pairs)} pairs {description} (first: {places[0]})"
-            terminal.warn("D15", text, where=reader.source.shown())
+            noise = label_noise(labels) if places is swapped else None
+            terminal.warn("D15", f"{text}; {noise}" if noise else text, where=reader.source.shown())
 
 
 def _digest(*values: Any) -> bytes:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, shown
+from rlhf_cli.evaluation.reward_choices import TITLES, choice_rows
 from rlhf_cli.evaluation.reward_model import (
     MAX_LENGTH_CORRELATION,
     describe_confidence,
@@ -17,7 +18,7 @@ from rlhf_cli.evaluation.reward_model import (
 from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.runs.parents import FOREIGN, Parent
 from rlhf_cli.runs.report import RewardModelAccuracy, RewardModelCard
-from rlhf_cli.statistics import with_interval
+from rlhf_cli.statistics import with_interval, without_bias
 
 KEY = "ppo.require_reward"
 LEGEND = (
@@ -45,6 +46,9 @@ def card_rows(card: RewardModelCard) -> list[list[str]]:
     if longer := card.longer_answer:
         preferred = with_interval(longer.preferred, longer.ci95)
         rows.append(_row("longer answer preferred", f"{preferred}; by people {longer.chosen:.3f}"))
+    if card.kept_step and card.kept_step.optimism is not None:
+        value, bounds = without_bias(card.accuracy, card.accuracy_ci95, card.kept_step.optimism)
+        rows.append(_row("accuracy on pairs that did not choose the step", with_interval(value, bounds)))
 
     for name, probe in card.adversarial.probes.items():
         beats = with_interval(probe.beats, probe.ci95)
@@ -84,6 +88,7 @@ def print_card(result: RewardModelAccuracy) -> None:
     title = f"report card: {result.n} pairs, {result.adversarial.n} probed"
     terminal.table([title, "value [95 % interval]", "limit", ""], rows)
     _print_margins(result)
+    terminal.table(list(TITLES), choice_rows(result))
     for line in LEGEND:
         terminal.out(line)
 

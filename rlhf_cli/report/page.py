@@ -6,7 +6,9 @@ from typing import Any
 
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES
 from rlhf_cli.evaluation import report_text, sample_pairs
+from rlhf_cli.evaluation.kept_step import describe
 from rlhf_cli.evaluation.reward_card import card_rows
+from rlhf_cli.evaluation.reward_choices import TITLES, choice_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
 from rlhf_cli.report import diagnosis, figures, tables
 from rlhf_cli.report.formats import count, interval_text, percent
@@ -133,6 +135,8 @@ def _report_card(run: Run) -> dict[str, Any]:
         values |= {
             "card": result,
             "card_rows": card_rows(result),
+            "card_choices": (TITLES, choice_rows(result)),
+            "kept_step": describe(result.kept_step) if result.kept_step else "",
             "card_figures": figures.report_card(result),
             "confidence": mean_confidence(result),
             "ece_limit": ece_limit(result),

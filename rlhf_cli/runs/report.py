@@ -251,6 +251,30 @@ class CardFlag(StrictModel):
     text: str
 
 
+class EvaluatedStep(StrictModel):
+    """The accuracy of a step of a training on the card's pairs, and whether that of the best one may be no higher."""
+
+    step: int
+    accuracy: Share
+    within_noise: bool
+
+
+class KeptStep(StrictModel):
+    """The step of a training whose model was kept, of those that were evaluated; the last of them is the last step."""
+
+    step: int
+    evaluated: Annotated[list[EvaluatedStep], Field(min_length=2)]
+    optimism: float | None = None  # by how much the card's accuracy is too high: its pairs chose the step
+
+
+class LabelErrors(StrictModel):
+    """The share of wrong labels among the training pairs, by those that were labelled more than once."""
+
+    repeats: Count
+    wrong: Share
+    wrong_ci95: Bounds
+
+
 # Keys of a card that are also the metrics of its stage, in their order there.
 HEADLINE = (
     "accuracy",
@@ -290,6 +314,8 @@ class RewardModelCard(RewardModelAccuracy):
     length_correlation_ci95: Bounds
     longer_answer: LongerAnswer | None = None
     adversarial: Adversarial
+    kept_step: KeptStep | None = None  # None: only the last step could be kept
+    label_errors: LabelErrors | None = None  # None: too few repeated pairs, or none with two labels that differ
     flags: list[CardFlag] | None = None
 
 

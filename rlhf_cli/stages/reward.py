@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import trl
 from torch.nn.functional import softplus
+from torch.utils.data import SequentialSampler
 from transformers import set_seed
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.reward import SAMPLING_BATCH_SIZE, RewardConfig
+from rlhf_cli.data.label_noise import label_noise
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import header_of_answers
 from rlhf_cli.errors import RLHFError, at_location, shown
@@ -30,7 +32,7 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.report import RewardModelCard
+from rlhf_cli.runs.report import KeptStep, LabelErrors, RewardModelCard
 from rlhf_cli.stages.common import (
     batch_sizes,
     held_out,
@@ -42,6 +44,7 @@ from rlhf_cli.stages.common import (
     trl_trainer,
     trl_training,
 )
+from rlhf_cli.stages.common.best_step import BestStep
 
 NUM_PROBES = 8
 SCORES = "It scores a prompt with its answer at the last token, the token that ended the answers of its training."
@@ -54,7 +57,19 @@ PairRows = list[dict[str, Any]]
 
 
 class RewardTrainer(trl_trainer.TrainerMixin, trl.RewardTrainer):
-    """TRL's trainer with length-grouped batches."""
+    """TRL's trainer with length-grouped batches, and the margins of its evaluations."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """Return TRL's loss; in an evaluation also note the margins."""
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if self.best and not self.model.training:
+            chosen, rejected = outputs.logits.detach().squeeze(-1).chunk(2)
+            self.best.note(self.accelerator.gather_for_metrics(chosen - rejected))
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Return a sampler in the order of the rows, whatever `trainer.train_sampling_strategy` is."""
+        return SequentialSampler(eval_dataset)
 
 
 def run(config: RewardConfig, options: Options) -> None:
@@ -77,7 +92,7 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
     del model
     with ExitStack() as trackers:
-        steps, log, base = trl_training.train_and_save(
+        steps, log, base, kept_step = trl_training.train_and_save(
             trainer,
             config,
             stage,
@@ -102,6 +117,10 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
         scorer = trl_training.load_saved_model(load.load_reward_model, config, stage.options, in_memory.base)
         card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
         if card:
+            card = card.with_changes(label_errors=label_errors(rows))
+        if card and kept_step:  # the log has an evaluation of the last step
+            card = card.with_changes(kept_step=kept_step)
+        elif card:
             trl_training.log_final_evaluation(log, steps, metrics)
 
     scale: dict[str, float] = {}
@@ -117,9 +136,16 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
     fields["probes"] = reference_probes(scorer, eval_rows or rows, bf16=use_bf16(config))
     if use_bf16(config):
         fields["probes_dtype"] = "bfloat16"
-    stage.complete({**fields, **scale, "step": steps})
+    stage.complete({**fields, **scale, **_step_fields(steps, kept_step)})
     if card:
         print_card(card)
+
+
+def _step_fields(steps: int, kept: KeptStep | None) -> dict[str, Any]:
+    """Return the manifest's fields about the model's step; `model_is` only if there was a choice."""
+    if kept is None:
+        return {"step": steps}
+    return {"model_is": "the last step" if kept.step == steps else "the best step", "step": kept.step}
 
 
 def load_tokenizer_and_models(
@@ -186,7 +212,7 @@ def make_trainer(
         max_length=None,
         center_rewards_coefficient=config.reward.center_rewards_coefficient or None,
     )
-    return trl_trainer.build_trainer(
+    trainer = trl_trainer.build_trainer(
         RewardTrainer,
         config,
         args,
@@ -197,6 +223,10 @@ def make_trainer(
         model=model,
         processing_class=tokenizer,
     )
+    if eval_rows and not args.load_best_model_at_end:
+        prompts = [tuple(row["prompt_ids"]) for row in eval_rows]
+        trainer.best = BestStep(prompts, keeps_best=config.reward.keep == "best")
+    return trainer
 
 
 def _without_prompt_ids(row: dict[str, Any]) -> dict[str, Any]:
@@ -447,6 +477,20 @@ def _scored_pairs(rows: PairRows, chosen: Sequence[float], rejected: Sequence[fl
         prompt = tuple(row["prompt_ids"])
         pairs.append(ScoredPair(chosen_score, rejected_score, chosen_length, rejected_length, prompt))
     return pairs
+
+
+def label_errors(rows: PairRows) -> LabelErrors | None:
+    """Return the share of wrong labels by the pairs that were labelled more than once."""
+    labels = []
+    for row in rows:
+        chosen = tuple(row["chosen_ids"])
+        rejected = tuple(row["rejected_ids"])
+        labels.append((hash((chosen, rejected)), hash((rejected, chosen))))
+
+    noise = label_noise(labels)
+    if noise is None:
+        return None
+    return LabelErrors(repeats=noise.repeats, wrong=noise.wrong, wrong_ci95=list(noise.wrong_ci95))
 
 
 def build_probes(tokenizer: Any, rows: PairRows, context: int | None, seed: int) -> dict[str, list[list[int]]]:

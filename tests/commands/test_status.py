@@ -30,6 +30,7 @@ from rlhf_cli.pipeline.load import load_all
 from rlhf_cli.pipeline.status import find_runs
 from rlhf_cli.runs import identity, layout
 from rlhf_cli.runs.locks import lock_path
+from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.progress import read_stage_at_work
 from rlhf_cli.runs.read import Progress, Stage
 
@@ -140,6 +141,14 @@ def test_json_has_all_keys_always(run: Path) -> None:
 def test_a_running_dpo_shows_its_accuracy() -> None:
     stage = Stage("dpo", Path("dpo"), "begun", progress=Progress(rows=({"step": 1, "rewards/accuracies": 0.75},)))
     assert status_table._headline_text(stage) == "accuracy 0.750 in training"
+
+
+def test_a_reward_model_of_the_best_step_is_named() -> None:
+    metrics = {"accuracy": 0.75, "accuracy_ci95": [0.69, 0.8]}
+    for model_is, ending in (("the best step", ", the best step (8)"), ("the last step", ""), (None, "")):
+        manifest = Manifest(stage="reward", metrics=metrics, model_is=model_is, step=8)
+        stage = Stage("reward", Path("reward"), "finished", manifest=manifest)
+        assert status_table._headline_text(stage) == f"accuracy 0.750 [0.690, 0.800]{ending}"
 
 
 def change_key(run: Path) -> None:

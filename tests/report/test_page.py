@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -96,6 +97,21 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = write_run(tmp_path_factory.mktemp("runs") / "demo")
     write_jsonl(folder / "ppo/watchdog.jsonl", [{"step": 7, "signal": "kl"}])
     return page.of_run(read_run(folder))
+
+
+def test_the_page_says_which_step_was_kept_and_what_the_choice_hides(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    evaluated = [
+        {"step": 10, "accuracy": 0.8, "within_noise": True},
+        {"step": 30, "accuracy": 0.6, "within_noise": False},
+    ]
+    kept = {"step": 10, "evaluated": evaluated, "optimism": 0.02}
+    change(folder / "reward/manifest.json", card=CARD | {"kept_step": kept})
+    html = page.of_run(read_run(folder))
+    assert "The model is that of step 10 of 30: held-out accuracy 0.800; that of the last step, 0.600, is lower" in html
+    assert "which flatters it" in html and "yes: step 10 of 30" in html
+    without = page.of_run(read_run(write_run(tmp_path / "without")))
+    assert "The model is that of" not in without and "no: one step was evaluated" in without
 
 
 @pytest.mark.full

@@ -87,7 +87,7 @@ class TrainingCallback(TrainerCallback, ExportableState):
         The last step is always logged. A checkpoint that takes too much of the time is omitted, unless the user set the
         interval; a stop signal saves immediately. An epoch's evaluation belongs to its last step: transformers would
         make it after that step's checkpoint, so that a resumed run would miss it. The run's last step has none, because
-        the stage measures the finished model itself, unless the best checkpoint is loaded.
+        the stage measures the finished model itself, unless it is compared with earlier ones.
         """
         self.bar.advance()
         if state.global_step % TRIM_STEPS == 0 and devices.device().type == "cpu":
@@ -105,7 +105,7 @@ class TrainingCallback(TrainerCallback, ExportableState):
         control.should_save |= self.stop.requested is not None and not last
         if self.trainer.eval_dataset is not None and args.eval_strategy == "no":
             control.should_evaluate |= state.epoch == int(state.epoch)
-        control.should_evaluate &= not last or args.load_best_model_at_end
+        control.should_evaluate &= not last or args.load_best_model_at_end or _compares_steps(self.trainer)
         if control.should_save and not has_finite_weights(self.trainer.model):
             raise _not_finite_error("a weight", math.nan, args, state)
 
@@ -144,6 +144,11 @@ class TrainingCallback(TrainerCallback, ExportableState):
             terminal.say(f"{self.stage:<8} stopped at {step}, saved; the same command resumes")
             self.trainer.process_group.barrier()  # the first process to exit terminates the others
             raise SystemExit(self.stop.exit_code)
+
+
+def _compares_steps(trainer: Any) -> bool:
+    """Return True if earlier steps were evaluated, of which the best may be kept in place of the last one."""
+    return trainer.best is not None and bool(trainer.best.right)
 
 
 TrainingCallback.__name__ = CALLBACK_STATE  # transformers stores a callback's state under its class name

@@ -15,6 +15,7 @@ from rlhf_cli.config.stages import TRLConfig, settings_of
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
+from rlhf_cli.stages.common.best_step import BestStep
 
 SAME_NAMES = (  # options of TRL with the name and the value of ours
     "adam_beta1",
@@ -45,6 +46,7 @@ class TrainerMixin:
     keep = 2
     saves_by_time = False  # omits checkpoints that take too much of the time
     cost: runs.CheckpointTimer
+    best: BestStep | None = None  # of the reward stage's evaluations
     losses: Sequence[float] = ()  # summed since the last log line, per rank: transformers accumulates them separately
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

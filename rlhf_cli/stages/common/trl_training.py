@@ -19,8 +19,10 @@ from rlhf_cli.config.stages import TRLConfig, settings_of
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import build, devices, load, lora, save, sharding
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.report import KeptStep
 from rlhf_cli.stages.common import batch_sizes, lifecycle, model_loading
 from rlhf_cli.stages.common.batch_sizes import TokenRow
+from rlhf_cli.stages.common.best_step import BestStep
 from rlhf_cli.stages.common.training_rows import packing_strategy
 from rlhf_cli.stages.common.trl_callback import CALLBACK_STATE, TrainingCallback
 from rlhf_cli.system import GracefulStop
@@ -36,6 +38,7 @@ class TrainedModel(NamedTuple):
     steps: int
     log: MetricsLog
     base: Any  # as `trained_base` returns it
+    kept_step: KeptStep | None  # None: the last one, because there was no choice
 
 
 @dataclass(frozen=True)
@@ -85,15 +88,18 @@ def train_and_save(
     if resumed.checkpoint:
         state = resumed.state
         terminal.say(f"{config.stage:<8} resumes at step {state['global_step']} of {state['max_steps']}")
+    if trainer.best:
+        trainer.best.restore(resumed.state)
     if resumed.is_complete:
         steps = int(resumed.state["max_steps"])
         _load_weights(trainer, resumed)
     else:
         steps = _run_trainer(trainer, log, config.stage, resumed)
 
+    kept_step = _keep_step(trainer, resumed) if trainer.best else None
     card = model_card(config, stage.parents, len(rows), steps, note)
     _save(trainer, tokenizer, stop_token_id, config.folder / "model", card)
-    return TrainedModel(steps, log, trained_base(trainer, config))
+    return TrainedModel(steps, log, trained_base(trainer, config), kept_step)
 
 
 def _read_checkpoint(checkpoint: Path | None) -> Resumed:
@@ -112,12 +118,30 @@ def _load_weights(trainer: Any, resumed: Resumed) -> None:
         trainer._load_from_checkpoint(str(best or checkpoint))
 
 
+def _keep_step(trainer: Any, resumed: Resumed) -> KeptStep | None:
+    """Load the weights of the best step if they are kept; return which step is the model, None without a choice."""
+    best: BestStep = trainer.best
+    kept, checkpoint = best.keep(trainer)
+    if checkpoint is None:
+        return kept
+
+    with _reject_unsafe_pickles(checkpoint):
+        if resumed.is_complete:
+            trainer._load_from_checkpoint(str(checkpoint))
+        else:
+            trainer.state.best_model_checkpoint = str(checkpoint)
+            trainer._load_best_model()
+    return kept
+
+
 def _run_trainer(trainer: Any, log: MetricsLog, stage: str, resumed: Resumed) -> int:
     """Train from the checkpoint to the last step; return the number of steps."""
     checkpoint = resumed.checkpoint
     trainer.cost = runs.CheckpointTimer()
     with GracefulStop() as stop, ExitStack() as bars:
         trainer.add_callback(TrainingCallback(trainer, log, stage, stop=stop, bars=bars, resumed=resumed.sums))
+        if trainer.best:
+            trainer.add_callback(trainer.best)
         with _reject_unsafe_pickles(checkpoint), trainer.process_group.translate_dist_errors():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     terminal.say(f"{stage:<8} {trainer.cost}")

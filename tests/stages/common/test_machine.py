@@ -88,6 +88,17 @@ def test_e03_a_disk_too_small_for_the_states(three: Path, stage: str, monkeypatc
     assert "E03" not in check(f"{stage}.yaml").stderr
 
 
+@pytest.mark.full
+def test_e03_counts_the_checkpoint_of_the_best_step(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several evaluations on held-out pairs a reward stage keeps one more."""
+    usage = shutil.disk_usage(three)._replace(free=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    held_out = ("-s", "data.eval_fraction=0.2", "-s", "reward.per_device_train_batch_size=1")
+    several = (*held_out, "-s", "reward.eval_steps=2")
+    for options, count in (((), 3), (held_out, 3), (several, 4), ((*several, "-s", "reward.keep=last"), 3)):
+        assert refused(rlhf("reward", *options), "E03", "reward: ", f"{count} checkpoints of ")
+
+
 @on_a_cpu
 def test_e03_a_memory_too_small(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = 16 * load.load_causal_lm(three / "model").num_parameters()
