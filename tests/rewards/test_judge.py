@@ -189,7 +189,7 @@ def test_each_fault_ends_an_update_with_one_line_and_the_same_command_resumes(
         server.every = fault
         result = ppo(run_folder)
         fails(result, "R05", "reward `llm`: judge llm: ", says, exit_code=1)
-        assert len(lines(run_folder / "judges/llm.jsonl")) == 28 + 5 * number, "the answers before it are kept"
+        assert len(stand_in_judge.answered(run_folder)) == 28 + 5 * number, "the answers before it are kept"
 
     server.requests.clear()
     server.every = stand_in_judge.without_schema  # and two that are no errors

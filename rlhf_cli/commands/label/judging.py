@@ -16,7 +16,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOConfig, RewardSourceSettings
 from rlhf_cli.errors import RLHFError, did_you_mean, shown
-from rlhf_cli.judges.costs import check_calls, describe_cost, describe_most, most_calls, most_tokens
+from rlhf_cli.judges.costs import MostCost, check_calls, describe_cost
 from rlhf_cli.judges.pairwise import Pair, PairwiseJudge
 from rlhf_cli.judges.question import shown_prompt
 from rlhf_cli.models import load
@@ -115,7 +115,7 @@ def label_by_judge(session: LabelSession, judge: PairJudge) -> None:
                 session.choose(name, each.pair.name, slot, seconds=seconds)
             bar.advance(len(batch))
     if isinstance(judge, ComparingJudge):
-        terminal.say(f"label    {describe_cost(judge.judge.name, judge.judge.cost)}")
+        terminal.say(f"label    {describe_cost(judge.judge)}")
 
 
 def load_judge(name: str, inputs: LabelInputs, num_pairs: int, options: Options) -> PairJudge:
@@ -160,8 +160,8 @@ def _pairwise_judge(name: str, inputs: LabelInputs, num_pairs: int) -> Comparing
     pairs = f"{num_pairs} pairs"
     check_calls(f"judges.{name}", settings, num_pairs, pairs=pairs, lower="--n", where=where("max_calls"))
     prompt_tokens = fmean(len(inputs.prompts[row].ids) for row in inputs.rows)
-    tokens = most_tokens(settings, num_pairs, prompt_tokens, inputs.config.ppo.max_response_length)
-    terminal.say(f"label    judge {name}: {describe_most(most_calls(settings, num_pairs), tokens)}")
+    cost = MostCost.of(settings, num_pairs, prompt_tokens, response_tokens=inputs.config.ppo.max_response_length)
+    terminal.say(f"label    judge {name}: {cost}")
     judge.pass_probe()
     return ComparingJudge(judge, inputs.prompts)
 
