@@ -68,9 +68,10 @@ def straight(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def results(folder: Path) -> list[Any]:
     """Return all that a run with a judge leaves, but for times."""
-    files = ["ppo/sft_answers.jsonl", "ppo/samples.jsonl", "judges/llm.jsonl"]
+    files = ["ppo/sft_answers.jsonl", "ppo/samples.jsonl"]
     contents = [(folder / name).read_bytes() for name in files]
-    return [weights(folder), weights(folder, "value"), untimed(folder / "ppo/metrics.jsonl"), *contents]
+    logged = untimed(folder / "ppo/metrics.jsonl")
+    return [weights(folder), weights(folder, "value"), logged, *contents, stand_in_judge.answered(folder)]
 
 
 def test_each_response_is_compared_with_the_sft_models_answer_in_both_orders(

@@ -21,7 +21,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.datasets import Rows
-from rlhf_cli.data.labels import COMPARES, SETTINGS
+from rlhf_cli.data.labels import COMPARES, LABELS, SETTINGS, are_of_held_out_prompts, is_labels_folder, read_labels
 from rlhf_cli.data.sampling import prompt_batch
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.data.texts import prompt_key, render_transcript
@@ -29,10 +29,11 @@ from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import files_sha256, read_json_object, write_json
 from rlhf_cli.models import load, tokenizers
 from rlhf_cli.progress import Progress
-from rlhf_cli.runs.layout import POLICY_STAGES
+from rlhf_cli.runs.layout import LABELS_FOLDER, POLICY_STAGES, SNAPSHOTS
 from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.stages.common import reading
 from rlhf_cli.stages.common.model_loading import set_turns
+from rlhf_cli.stages.ppo import setup
 
 NO_PROMPTS = "none"  # of a run without ppo.yaml
 ORDERS = ("random", "uncertain")
@@ -85,6 +86,7 @@ class LabelInputs:
     tokenizer: Any
     prompts: Rows[data.Prompt]
     rows: list[int]  # of the prompts that may be answered, in the order in which they are
+    labelled_before: frozenset[bytes]  # keys of the prompts that the rounds before labelled: they come last
     answers: int  # to each prompt, as many of each policy
 
 
@@ -115,9 +117,21 @@ def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> 
     config = _prompt_config(run, ppo, label_options)
     prompts = reading.read_prompts(config, "data.prompts", tokenizer, model_config, length)
     rows = prompt_batch(len(prompts), 1, len(prompts), label_options.seed)
+    labelled: frozenset[bytes] = frozenset()
     if label_options.compare is None:
         rows = _without_held_out(rows, prompts, _held_out(run, ppo))
-    return LabelInputs(run, policies, ppo, tokenizer, prompts, rows, answers)
+        labelled = _labelled_before(ppo)
+        rows.sort(key=lambda row: prompt_key(prompts[row].text) in labelled)
+    return LabelInputs(
+        run,
+        policies,
+        ppo,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        rows=rows,
+        labelled_before=labelled,
+        answers=answers,
+    )
 
 
 def _num_answers(policies: Sequence[ChatModel], label_options: LabelOptions) -> int:
@@ -207,6 +221,30 @@ def _without_held_out(rows: Sequence[int], prompts: Rows[data.Prompt], held_out:
     if left_out:
         terminal.say(f"label    {left_out} of {len(rows)} prompts omitted: the run evaluates with them")
     return kept
+
+
+def _labelled_before(config: PPOConfig) -> frozenset[bytes]:
+    """Return the keys of the prompts that have a label in a round before that of this config.
+
+    Raises RLHFError as `read_labels`.
+    """
+    keys: set[bytes] = set()
+    stage = _stage_before(config)
+    while stage is not None:
+        for folder in stage.parent.glob(f"{LABELS_FOLDER}/*"):
+            if is_labels_folder(folder) and not are_of_held_out_prompts(folder):
+                keys |= {prompt_key(label.prompt) for _, label in read_labels(folder / LABELS).values()}
+        stage = _stage_before(setup.load_run_config(stage))
+    return frozenset(keys)
+
+
+def _stage_before(config: PPOConfig) -> Path | None:
+    """Return the PPO stage of the round before, of which models.policy is the policy or a snapshot; None without."""
+    if config.models.policy is None:
+        return None
+    policy = Path(config.models.policy)
+    stage = policy.parent.parent if policy.parent.name == SNAPSHOTS else policy
+    return stage if stage.name == "ppo" and (stage / "config.yaml").is_file() else None
 
 
 def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Options) -> CandidateSampler:
