@@ -223,6 +223,11 @@ def test_check_and_plan_say_the_calls_and_refuse_more(run_folder: Path, server: 
     assert f"at most {28 + CALLS} calls, about " in must_succeed(rlhf("check", run_folder / "ppo.yaml")).stdout
     plan = json.loads(must_succeed(rlhf("plan", run_folder / "ppo.yaml", "--json")).stdout)["stages"]["ppo"]
     assert plan["judges"]["llm"]["calls"] == 28 + CALLS
+    of_two = 28 + 2 * (16 + 16)  # one update of both processes
+    assert f"at most {of_two} calls" in must_succeed(rlhf("check", run_folder / "ppo.yaml", "--nproc", 2)).stdout
+    text = must_succeed(rlhf("plan", run_folder / "ppo.yaml", "--nproc", 2)).stdout
+    assert f"at most {of_two} calls" in text
+    assert "its answers take time that is not counted above: at most 12 s for each second of a call, 8 at once" in text
     tables = ("num_sample_generations=2", "generate_ref_response=true", f"data.eval_prompts={run_folder}/heldout.jsonl")
     more = must_succeed(rlhf("check", run_folder / "ppo.yaml", *settings(*tables))).stdout
     assert f"at most {28 + CALLS + 2 * 2 * 2 * 8} calls" in more
