@@ -11,6 +11,7 @@ from rlhf_cli.judges.question import WINNERS, Winner
 from rlhf_cli.runs.locks import lock_folder
 
 FOLDER = "judges"  # of a run, with a file of answers for each judge
+EDITED_HINT = "remove the line: the judge is asked again"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class AnswerFile:
 
 def _read(path: Path) -> Iterator[tuple[str, Answer]]:
     """Yield the answers with their keys."""
-    for number, row in appended_rows(path):
+    for number, row in appended_rows(path, hint=EDITED_HINT):
         yield str(row.pop("key", None)), _answer(row, f"{shown(path)}:{number}")
 
 
@@ -79,5 +80,4 @@ def _answer(row: dict[str, Any], where: str) -> Answer:
     are_numbers = all(type(count) is int for count in counts.values())
     if are_numbers and row.get("winner", "") in (None, *WINNERS):
         return Answer(row["winner"], **counts)
-    hint = "remove the line: the judge is asked again"
-    raise RLHFError("D03", "the line is not an answer of a judge", where=where, hint=hint)
+    raise RLHFError("D03", "the line is not an answer of a judge", where=where, hint=EDITED_HINT)

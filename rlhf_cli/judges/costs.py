@@ -42,7 +42,11 @@ class MostCost:
             tokens = f"{max(1, round(self.tokens / 1e3)):,} thousand"
 
         text = f"at most {self.calls:,} calls, about {tokens} tokens"
-        return f"{text}; {describe_paid(self.paid, self.max_calls)}" if self.paid else text
+        if self.paid:
+            text += f"; {describe_paid(self.paid, self.max_calls)}"
+        if self.paid + self.calls > self.max_calls:
+            text += f"; max_calls: {self.paid + self.calls} is enough if all answers are new"
+        return text
 
 
 def most_costs(

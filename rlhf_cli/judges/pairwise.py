@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.config.judges import OpenAIJudge
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.http_client import excerpt
 from rlhf_cli.judges import probe
 from rlhf_cli.judges.answers import Answer, AnswerFile, answers_path, describe_paid
@@ -158,6 +158,7 @@ class PairwiseJudge:
         if wrong > probe.MAX_WRONG:
             text = f"judge {self.name}: {wrong} of {probe.NUM_PAIRS} pairs with a known result are wrong"
             hint = "use another model or rubric; probe: false if shuffled words may be better by this rubric"
+            hint += f"; delete {shown(self.file.path)} if the model behind the name has changed"
             raise RLHFError("J02", f"{text}: its win rates would mean nothing", hint=hint)
 
     def _ask(self, questions: Iterable[Question], unit: str) -> dict[Question, Winner]:

@@ -47,7 +47,8 @@ def test_replies_without_a_winner_are_paid_for_however_often_it_starts(server: S
 
 def test_the_cost_before_says_what_is_paid_for() -> None:
     judge = OpenAIJudge(url="http://localhost:1/v1", model="m", max_calls=100, probe=False)
-    assert str(MostCost.of(judge, 30, 50, response_tokens=100)).startswith("at most 60 calls, about ")
-    assert str(MostCost.of(judge, 30, 50, response_tokens=100, paid=70)).endswith(
-        "; 70 calls of this run are paid for, and max_calls allows 30 more"
-    )
+    assert str(MostCost.of(judge, 30, 50, response_tokens=100)) == "at most 60 calls, about 26 thousand tokens"
+    text = str(MostCost.of(judge, 30, 50, response_tokens=100, paid=40))
+    assert text.endswith("; 40 calls of this run are paid for, and max_calls allows 60 more")
+    text = str(MostCost.of(judge, 30, 50, response_tokens=100, paid=70))
+    assert text.endswith(" allows 30 more; max_calls: 130 is enough if all answers are new")

@@ -21,7 +21,15 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.datasets import Rows
-from rlhf_cli.data.labels import COMPARES, LABELS, SETTINGS, are_of_held_out_prompts, is_labels_folder, read_labels
+from rlhf_cli.data.labels import (
+    CANDIDATES,
+    COMPARES,
+    LABELS,
+    SETTINGS,
+    are_of_held_out_prompts,
+    is_labels_folder,
+    read_labels,
+)
 from rlhf_cli.data.sampling import prompt_batch
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.data.texts import prompt_key, render_transcript
@@ -276,7 +284,10 @@ def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Opti
 
 
 def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions) -> None:
-    """Write what decides the candidates of a new folder. Raises RLHFError C15 if the folder's were drawn otherwise."""
+    """Write what decides the candidates of a new folder.
+
+    Raises RLHFError C15 if the folder's were drawn otherwise, D20 if its file does not say how.
+    """
     settings = {
         "policies": {model.name: model.sha256 for model in inputs.policies},
         "prompts": files_sha256(sorted({prompt.location.path for prompt in inputs.prompts})),
@@ -288,6 +299,9 @@ def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions
     }
     path = folder / SETTINGS
     recorded = read_json_object(path)
+    if recorded is None and (folder / CANDIDATES).exists():
+        text = f"{shown(path)} does not say how the answers of its folder were drawn"
+        raise RLHFError("D20", text, hint="restore the file, or give another --name to draw new answers")
     if recorded is None:
         purpose = {} if label_options.compare is None else {COMPARES: True}
         write_json(path, settings | purpose)

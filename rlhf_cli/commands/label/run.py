@@ -106,7 +106,8 @@ def _draw(folder: Path, inputs: LabelInputs, label_options: LabelOptions, option
     if candidates.lacks(needed):
         sampler = label_inputs.load_sampler(inputs, label_options, options)
         names = " and ".join(model.name for model in inputs.policies)
-        terminal.say(f"label    {names} answer {len(inputs.rows)} prompts at most, {inputs.answers} answers each")
+        answer = "answers" if len(inputs.policies) == 1 else "answer"
+        terminal.say(f"label    {names} {answer} {len(inputs.rows)} prompts at most, {inputs.answers} answers each")
         candidates.extend(sampler, needed)
     report_unusable(candidates.candidates)
     return candidates
