@@ -11,6 +11,7 @@ from rlhf_cli.judges.question import WINNERS, Winner
 from rlhf_cli.runs.locks import lock_folder
 
 FOLDER = "judges"  # of a run, with a file of answers for each judge
+COUNTS = ("calls", "prompt_tokens", "completion_tokens")  # of an answer
 EDITED_HINT = "remove the line: the judge is asked again"
 
 
@@ -73,11 +74,9 @@ def _read(path: Path) -> Iterator[tuple[str, Answer]]:
 
 
 def _answer(row: dict[str, Any], where: str) -> Answer:
-    counts: dict[str, Any] = {}
-    for name in ("calls", "prompt_tokens", "completion_tokens"):
-        counts[name] = row.get(name)
-
-    are_numbers = all(type(count) is int for count in counts.values())
-    if are_numbers and row.get("winner", "") in (None, *WINNERS):
-        return Answer(row["winner"], **counts)
-    raise RLHFError("D03", "the line is not an answer of a judge", where=where, hint=EDITED_HINT)
+    counts: dict[str, Any] = {name: row.get(name) for name in COUNTS}
+    has_counts = all(type(count) is int for count in counts.values())
+    has_winner = row.get("winner", "") in (None, *WINNERS)
+    if not has_counts or not has_winner:
+        raise RLHFError("D03", "the line is not an answer of a judge", where=where, hint=EDITED_HINT)
+    return Answer(row["winner"], **counts)

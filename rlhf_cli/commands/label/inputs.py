@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import config as configs
-from rlhf_cli import data, terminal
+from rlhf_cli import data
 from rlhf_cli.commands.common.models import (
     ChatModel,
     load_scorer,
@@ -17,31 +16,22 @@ from rlhf_cli.commands.common.models import (
     run_config,
 )
 from rlhf_cli.commands.label.candidates import CandidateSampler
+from rlhf_cli.commands.label.prompts import evaluation, held_out_prompts, labelled_before, without_held_out
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.datasets import Rows
-from rlhf_cli.data.labels import (
-    CANDIDATES,
-    COMPARES,
-    LABELS,
-    SETTINGS,
-    are_of_held_out_prompts,
-    is_labels_folder,
-    read_labels,
-)
+from rlhf_cli.data.labels import CANDIDATES, COMPARES, SETTINGS
 from rlhf_cli.data.sampling import prompt_batch
-from rlhf_cli.data.sources import is_local
-from rlhf_cli.data.texts import prompt_key, render_transcript
+from rlhf_cli.data.texts import prompt_key
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import files_sha256, read_json_object, write_json
 from rlhf_cli.models import load, tokenizers
 from rlhf_cli.progress import Progress
-from rlhf_cli.runs.layout import LABELS_FOLDER, POLICY_STAGES, SNAPSHOTS
+from rlhf_cli.runs.layout import POLICY_STAGES
 from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.stages.common import reading
 from rlhf_cli.stages.common.model_loading import set_turns
-from rlhf_cli.stages.ppo import setup
 
 NO_PROMPTS = "none"  # of a run without ppo.yaml
 ORDERS = ("random", "uncertain")
@@ -127,8 +117,8 @@ def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> 
     rows = prompt_batch(len(prompts), 1, len(prompts), label_options.seed)
     labelled: frozenset[bytes] = frozenset()
     if label_options.compare is None:
-        rows = _without_held_out(rows, prompts, _held_out(run, ppo))
-        labelled = _labelled_before(ppo)
+        rows = without_held_out(rows, prompts, held_out_prompts(run, ppo))
+        labelled = labelled_before(ppo)
         rows.sort(key=lambda row: prompt_key(prompts[row].text) in labelled)
     return LabelInputs(
         run,
@@ -194,65 +184,6 @@ def _prompt_config(run: Path, config: PPOConfig, label_options: LabelOptions) ->
     if config.data.prompts == NO_PROMPTS:
         raise RLHFError("C11", f"{shown(run)} has no ppo.yaml that names prompts", hint="name a file: --prompts FILE")
     return config
-
-
-def evaluation(run: Path) -> EvalConfig:
-    """Return the run's eval.yaml. Raises RLHFError as `config.load`."""
-    config = configs.load("eval", run / "eval.yaml")
-    assert isinstance(config, EvalConfig)
-    return config
-
-
-def _held_out(run: Path, config: PPOConfig) -> frozenset[bytes]:
-    """Return the keys of the prompts that the run evaluates with, of conversations also those as transcripts."""
-    sources = [source for key, source in config.sources().items() if key == "data.eval_prompts"]
-    if (run / "eval.yaml").is_file():
-        sources.append(evaluation(run).sources()["data.prompts"])
-    keys: frozenset[bytes] = frozenset()
-    for source in sources:
-        if not is_local(source):
-            terminal.say(f"label    {source.shown()} is not in the cache: its prompts are not omitted")
-            continue
-        rows = data.prompt_rows(source, None, max_length=None)
-        keys |= rows.prompts | {prompt_key(render_transcript(row.text)) for row in rows}
-    return keys
-
-
-def _without_held_out(rows: Sequence[int], prompts: Rows[data.Prompt], held_out: frozenset[bytes]) -> list[int]:
-    """Return the rows of prompts that are not held out; say how many are omitted. Raises RLHFError D05 for none."""
-    kept = [row for row in rows if prompt_key(prompts[row].text) not in held_out]
-    left_out = len(rows) - len(kept)
-    if not kept:
-        text = f"the run evaluates with all of these {len(rows)} prompts"
-        hint = "name other prompts: --prompts FILE; --compare compares two models on held-out prompts"
-        raise RLHFError("D05", text, where=prompts.source.shown(), hint=hint)
-    if left_out:
-        terminal.say(f"label    {left_out} of {len(rows)} prompts omitted: the run evaluates with them")
-    return kept
-
-
-def _labelled_before(config: PPOConfig) -> frozenset[bytes]:
-    """Return the keys of the prompts that have a label in a round before that of this config.
-
-    Raises RLHFError as `read_labels`.
-    """
-    keys: set[bytes] = set()
-    stage = _stage_before(config)
-    while stage is not None:
-        for folder in stage.parent.glob(f"{LABELS_FOLDER}/*"):
-            if is_labels_folder(folder) and not are_of_held_out_prompts(folder):
-                keys |= {prompt_key(label.prompt) for _, label in read_labels(folder / LABELS).values()}
-        stage = _stage_before(setup.load_run_config(stage))
-    return frozenset(keys)
-
-
-def _stage_before(config: PPOConfig) -> Path | None:
-    """Return the PPO stage of the round before, of which models.policy is the policy or a snapshot; None without."""
-    if config.models.policy is None:
-        return None
-    policy = Path(config.models.policy)
-    stage = policy.parent.parent if policy.parent.name == SNAPSHOTS else policy
-    return stage if stage.name == "ppo" and (stage / "config.yaml").is_file() else None
 
 
 def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Options) -> CandidateSampler:

@@ -1,4 +1,7 @@
-"""What `rlhf label` reads of a run: policies, prompts, and how answers are drawn."""
+"""What `rlhf label` reads of a run: policies, prompts, and how answers are drawn.
+
+Modules: `commands/label/prompts.py`.
+"""
 
 import json
 from pathlib import Path
