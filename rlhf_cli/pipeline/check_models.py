@@ -65,10 +65,10 @@ class StageValidator:
     """Checks stages in the order of the chain. A stage may start from the output that an earlier one would write."""
 
     def __init__(self, report: CheckReport, options: Options, *, deep: bool, runs_here: bool) -> None:
-        """Check what a run of `options.nproc` processes would do. Raises RLHFError C07, E04 for that number."""
+        """Check what `options.nproc` processes would do. Raises RLHFError C07, E04 for that number."""
         self.report = report
         self.options = options
-        self.processes = distributed.resolve_num_processes(options.nproc) if options.nproc else 1
+        self.num_processes = distributed.resolve_num_processes(options.nproc) if options.nproc else 1
         self.deep = deep
         self.runs_here = runs_here
         self.pending_outputs: dict[Path, StartModel] = {}
@@ -91,6 +91,10 @@ class StageValidator:
         if self.deep:
             self._load_models(stage)
 
+    def _processes(self, stage: StageCheck) -> int:
+        """Return in how many processes a stage would run; a finished one, which does not run again, counts as one."""
+        return 1 if stage.finished else self.num_processes
+
     # SFT, reward model and DPO
 
     def _check_training(self, stage: StageCheck, config: TRLConfig) -> None:
@@ -109,13 +113,14 @@ class StageValidator:
         if isinstance(config, SFTConfig) and config.best_of:
             self._check_best_of(stage, config.best_of, start, rows, held_out)
         if rows is not None:
+            processes = self._processes(stage)
             with self.report.collecting():
-                training_rows.check_rows(config, rows, held_out, start.model_config, processes=self.processes)
+                training_rows.check_rows(config, rows, held_out, start.model_config, processes=processes)
             is_packed = isinstance(config, SFTConfig) and config.sft.packing
             settings = stages.settings_of(config)
             if settings.max_steps or not is_packed:
-                batch_sizes.warn_long_intervals(config, settings.steps(len(rows), self.processes))
-            batches = batch_sizes.describe_batches(config, rows, self.processes, packed=0 if is_packed else None)
+                batch_sizes.warn_long_intervals(config, settings.steps(len(rows), processes))
+            batches = batch_sizes.describe_batches(config, rows, processes, packed=0 if is_packed else None)
             self.report.add(config.stage, "batches", batches)
         self._add_pending_output(stage, start)
 
@@ -208,7 +213,8 @@ class StageValidator:
             return
 
         self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
-        config = self.report.attempt(scale_to_world_size, config, self.processes) or config
+        processes = self._processes(stage)
+        config = self.report.attempt(scale_to_world_size, config, processes) or config
         self.report.attempt(prompt_rows.check_prompt_counts, config, prompts, held_out)
         functions = {name: config.rewards[name].function for name in reward_fns}
         with self.report.collecting():
@@ -216,7 +222,7 @@ class StageValidator:
             self._try_functions(stage, "rewards", functions, prompts, start.tokenizer)
         if not stage.finished:
             self._check_reward_judges(config, prompts)
-        self.report.add("ppo", "batches", prompt_rows.describe_batches(config, prompts, self.processes))
+        self.report.add("ppo", "batches", prompt_rows.describe_batches(config, prompts, processes))
 
     def _check_reward_judges(self, config: PPOConfig, prompts: Sequence[data.Prompt]) -> None:
         """Check how often the run may ask the judges among its rewards, and add what they cost at most."""
