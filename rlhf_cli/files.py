@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -267,11 +268,18 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         raise
 
 
-def appended_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, row) of a file that `append_rows` writes. Raises RLHFError D03, D04, D12, E08."""
-    if path.exists():
-        content = read_regular(path, MAX_LOG_BYTES)
+def appended_rows(path: Path, *, hint: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, row) of a file that `append_rows` writes.
+
+    Raises RLHFError D03, D04, D12 with the hint for a line that is no row, E08.
+    """
+    if not path.exists():
+        return
+    content = read_regular(path, MAX_LOG_BYTES)
+    try:
         yield from numbered_rows(io.BytesIO(content[: _whole_rows(content)]), path)
+    except RLHFError as error:
+        raise RLHFError.from_problems([replace(problem, hint=hint) for problem in error.problems]) from error
 
 
 def repair_end(path: Path) -> int:

@@ -80,7 +80,7 @@ def read_labels(path: Path) -> dict[tuple[str, str], tuple[int, Label]]:
     An unfinished last line is of a killed process, and is no label. Raises RLHFError D03, D04, D12, D20.
     """
     labels: dict[tuple[str, str], tuple[int, Label]] = {}
-    for number, row in appended_rows(path):
+    for number, row in appended_rows(path, hint=EDITED_HINT):
         location = f"{shown(path)}:{number}"
         if "undo" in row:
             key = row["undo"], row.get("annotator")

@@ -1,5 +1,6 @@
 """RUN/judges/NAME.jsonl: every answer of a judge, by the hash of what it was asked. No stage moves or prunes it."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -7,58 +8,75 @@ from typing import Any
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import append_rows, appended_rows, make_folder, repair_end
 from rlhf_cli.judges.question import WINNERS, Winner
+from rlhf_cli.runs.locks import lock_folder
+
+FOLDER = "judges"  # of a run, with a file of answers for each judge
+COUNTS = ("calls", "prompt_tokens", "completion_tokens")  # of an answer
+EDITED_HINT = "remove the line: the judge is asked again"
 
 
 @dataclass(frozen=True)
 class Answer:
     """A judge's answer to one question, and what it cost."""
 
-    winner: Winner
+    winner: Winner | None  # None: all replies named none; the question is asked again, and the calls were paid for
     calls: int
     prompt_tokens: int
     completion_tokens: int
 
 
-class AnswerFile:
-    """The answers of a judge on disk. Each is flushed before its question counts as answered.
+def answers_path(run: Path, name: str) -> Path:
+    """Return the file of a judge's answers."""
+    return run / FOLDER / f"{name}.jsonl"
 
-    Raises RLHFError D03 for a line that is no answer, S03 for a link out of the folder.
+
+def paid_calls(path: Path) -> int:
+    """Return how many calls the answers in a file took, all commands together. Raises RLHFError D03, D12."""
+    return sum(answer.calls for _, answer in _read(path))
+
+
+def describe_paid(paid: int, max_calls: int) -> str:
+    """Return how much of max_calls is used as text."""
+    return f"{paid:,} calls of this run are paid for, and max_calls allows {max(0, max_calls - paid):,} more"
+
+
+class AnswerFile:
+    """The answers of a judge on disk, locked by this process. Each is flushed before its question counts as answered.
+
+    Raises RLHFError C15 if another process asks the judge, D03 for a line that is no answer, S03 for a link out of the
+    folder.
     """
 
     def __init__(self, path: Path) -> None:
+        """Lock and read the file. A last line that a killed process left incomplete is cut off."""
+        make_folder(path.parent)
+        lock_folder(path, hint="wait for it to end: then its answers are read; or give one of the judges another name")
+        repair_end(path)
+
         self.path = path
-        self._answers = _read(path)
+        self.paid_before = paid_calls(path)  # when the file was opened
+        self._answers = {key: answer for key, answer in _read(path) if answer.winner}
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._answers
-
-    def __getitem__(self, key: str) -> Answer:
-        return self._answers[key]
+    def get(self, key: str) -> Answer | None:
+        return self._answers.get(key)
 
     def add(self, key: str, answer: Answer) -> None:
         """Append an answer, and wait until the disk has it."""
         append_rows(self.path, [{"key": key, **asdict(answer)}])
-        self._answers[key] = answer
+        if answer.winner:
+            self._answers[key] = answer
 
 
-def _read(path: Path) -> dict[str, Answer]:
-    """Return the answers by key. A last line that a killed process left incomplete is cut off."""
-    make_folder(path.parent)
-    repair_end(path)
-
-    answers = {}
-    for number, row in appended_rows(path):
-        answers[str(row.pop("key", None))] = _answer(row, f"{shown(path)}:{number}")
-    return answers
+def _read(path: Path) -> Iterator[tuple[str, Answer]]:
+    """Yield the answers with their keys."""
+    for number, row in appended_rows(path, hint=EDITED_HINT):
+        yield str(row.pop("key", None)), _answer(row, f"{shown(path)}:{number}")
 
 
 def _answer(row: dict[str, Any], where: str) -> Answer:
-    counts: dict[str, Any] = {}
-    for name in ("calls", "prompt_tokens", "completion_tokens"):
-        counts[name] = row.get(name)
-
-    are_numbers = all(type(count) is int for count in counts.values())
-    if row.get("winner") in WINNERS and are_numbers:
-        return Answer(row["winner"], **counts)
-    hint = "remove the line: the judge is asked again"
-    raise RLHFError("D03", "the line is not an answer of a judge", where=where, hint=hint)
+    counts: dict[str, Any] = {name: row.get(name) for name in COUNTS}
+    has_counts = all(type(count) is int for count in counts.values())
+    has_winner = row.get("winner", "") in (None, *WINNERS)
+    if not has_counts or not has_winner:
+        raise RLHFError("D03", "the line is not an answer of a judge", where=where, hint=EDITED_HINT)
+    return Answer(row["winner"], **counts)

@@ -113,7 +113,8 @@ class Endpoint:
         except (TimeoutError, openai.APITimeoutError):
             raise _BusyError(f"gave no answer within {self.settings.timeout:g} s") from None
         except openai.APIConnectionError as error:
-            raise _BusyError(f"cannot be reached: {error.__cause__ or error}") from None
+            reason = str(error.__cause__ or error).rstrip(".")
+            raise _BusyError(f"cannot be reached: {reason}") from None
         except openai.APIStatusError as error:
             if TOO_LONG.search(f"{error.code} {_message(error)}"):
                 raise TooLongError(_message(error)) from None

@@ -8,15 +8,14 @@ from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.config.judges import OpenAIJudge
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.http_client import excerpt
 from rlhf_cli.judges import probe
-from rlhf_cli.judges.answers import Answer, AnswerFile
-from rlhf_cli.judges.endpoint import Endpoint, TooLongError, api_key, require_package
+from rlhf_cli.judges.answers import Answer, AnswerFile, answers_path, describe_paid
+from rlhf_cli.judges.endpoint import Endpoint, Reply, TooLongError, api_key, require_package
 from rlhf_cli.judges.question import RUBRIC, WINNERS, Question, Winner, read_winner
 from rlhf_cli.progress import Progress
 
-FOLDER = "judges"  # of a run, with a file of answers for each judge
 OTHER: dict[Winner, Winner] = {"1": "2", "2": "1", "tie": "tie"}
 MAX_REPLIES = 2  # to one question, before it is given up
 MAX_TOO_LONG = 0.1  # share of the pairs of an evaluation: the others would be a choice of short answers
@@ -99,7 +98,7 @@ class PairwiseJudge:
 
     A pair that the endpoint refuses as too long for its model is skipped, and asked about again the next time.
     Raises RLHFError J01 for a reply that names no winner, J02 for a judge that fails the probe, J03 as Endpoint, J04 if
-    `max_calls` are used up, J05 if too many pairs are too long.
+    all commands of the run together would make more than `max_calls`, J05 if too many pairs are too long.
     """
 
     name: str
@@ -111,15 +110,23 @@ class PairwiseJudge:
 
     @classmethod
     def of(cls, name: str, settings: OpenAIJudge, run: Path, where: Callable[[str], str]) -> "PairwiseJudge":
-        """Open a judge of a run. Raises RLHFError C17, E09, D03, S03."""
+        """Open a judge of a run. Raises RLHFError C15, C17, E09, D03, S03."""
         require_package(where(""))
         endpoint = Endpoint(name, settings, api_key(settings, where))
-        return cls(name, settings, endpoint, AnswerFile(run / FOLDER / f"{name}.jsonl"))
+        file = AnswerFile(answers_path(run, name))
+        if file.paid_before:
+            terminal.say(f"judge {name}: {describe_paid(file.paid_before, settings.max_calls)}")
+        return cls(name, settings, endpoint, file)
 
     @property
     def rubric(self) -> str:
         """Return the rubric of the config, or else the default."""
         return self.settings.rubric or RUBRIC
+
+    @property
+    def paid_calls(self) -> int:
+        """Return how many calls this run has made, this command's and those before it."""
+        return self.file.paid_before + self.cost.asked
 
     def compare(self, pairs: Sequence[Pair]) -> list[Comparison]:
         """Compare the answers of each pair in both orders."""
@@ -151,21 +158,26 @@ class PairwiseJudge:
         if wrong > probe.MAX_WRONG:
             text = f"judge {self.name}: {wrong} of {probe.NUM_PAIRS} pairs with a known result are wrong"
             hint = "use another model or rubric; probe: false if shuffled words may be better by this rubric"
+            hint += f"; delete {shown(self.file.path)} if the model behind the name has changed"
             raise RLHFError("J02", f"{text}: its win rates would mean nothing", hint=hint)
 
     def _ask(self, questions: Iterable[Question], unit: str) -> dict[Question, Winner]:
         """Return the winner of each question that is not too long, from the file or from the model."""
         keys = {question: self._key(question) for question in dict.fromkeys(questions)}
-        missing = [question for question, key in keys.items() if key not in self.file]
+        missing = [question for question, key in keys.items() if self.file.get(key) is None]
         self.cost.kept += len(keys) - len(missing)
         if missing:
+            self._require_calls(len(missing))
             with Progress(f"judge {self.name}", len(keys), unit, done=len(keys) - len(missing)) as bar:
                 asyncio.run(self._ask_all(missing, bar))
 
-        answers = {question: self.file[key] for question, key in keys.items() if key in self.file}
-        for answer in answers.values():
-            self.cost.add(answer)
-        return {question: answer.winner for question, answer in answers.items()}
+        winners = {}
+        for question, key in keys.items():
+            answer = self.file.get(key)
+            if answer is not None and answer.winner is not None:
+                self.cost.add(answer)
+                winners[question] = answer.winner
+        return winners
 
     def _key(self, question: Question) -> str:
         return question.key(self.settings.model, self.settings.parameters, self.rubric)
@@ -177,10 +189,7 @@ class PairwiseJudge:
 
             async def work() -> None:
                 for question in remaining:
-                    try:
-                        self.file.add(self._key(question), await self._ask_one(client, question))
-                    except TooLongError as refusal:
-                        self._skip(str(refusal))
+                    await self._ask_one(client, question)
                     bar.advance()
 
             workers = [asyncio.create_task(work()) for _ in range(min(self.settings.concurrency, len(questions)))]
@@ -192,25 +201,29 @@ class PairwiseJudge:
                     task.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _ask_one(self, client: Any, question: Question) -> Answer:
-        """Return the model's answer; one repeat for a reply that names no winner."""
-        prompt_tokens = 0
-        completion_tokens = 0
-        for calls in range(1, MAX_REPLIES + 1):
-            self._count_call()
-            reply = await self.endpoint.ask(client, question.text(self.rubric))
-            prompt_tokens += reply.prompt_tokens
-            completion_tokens += reply.completion_tokens
-            winner = read_winner(reply.text)
-            if winner is not None:
-                return Answer(winner, calls, prompt_tokens, completion_tokens)
+    async def _ask_one(self, client: Any, question: Question) -> None:
+        """Write the model's answer to the file; one repeat for a reply that names no winner."""
+        answer = Answer(winner=None, calls=0, prompt_tokens=0, completion_tokens=0)
+        try:
+            while answer.winner is None and answer.calls < MAX_REPLIES:
+                self._require_calls(1)
+                self.cost.asked += 1
+                reply = await self.endpoint.ask(client, question.text(self.rubric))
+                answer = _answer_with(answer, reply)
+        except TooLongError as refusal:
+            self._skip(str(refusal))
+            return
+        finally:
+            if answer.calls:
+                self.file.add(self._key(question), answer)
+        if answer.winner is None:
+            raise self._no_winner(reply.text)
 
+    def _no_winner(self, reply: str) -> RLHFError:
         forms = ", ".join(f'{{"winner": "{winner}"}}' for winner in WINNERS)
-        text = (
-            f"judge {self.name}: {self.settings.model} answers {excerpt(reply.text.encode())}, and not one of {forms}"
-        )
+        text = f"judge {self.name}: {self.settings.model} answers {excerpt(reply.encode())}, and not one of {forms}"
         hint = "use a model that follows instructions, or an endpoint with JSON Schema (response_format)"
-        raise RLHFError("J01", text, hint=f"{hint}; the answers so far are kept")
+        return RLHFError("J01", text, hint=f"{hint}; the answers so far are kept")
 
     def _skip(self, refusal: str) -> None:
         """Say once that pairs are skipped, which cost nothing."""
@@ -219,12 +232,24 @@ class PairwiseJudge:
             self.refusal = excerpt(refusal.encode())
             terminal.say(f"judge {self.name}: pairs that are too long for it are skipped: {self.refusal}")
 
-    def _count_call(self) -> None:
-        if self.cost.asked >= self.settings.max_calls:
-            text = f"judge {self.name}: max_calls {self.settings.max_calls} are used up"
-            hint = "the answers so far are kept, and the same command continues; or raise max_calls"
+    def _require_calls(self, count: int) -> None:
+        """Raise RLHFError J04 if max_calls does not allow as many calls more."""
+        paid = self.paid_calls
+        if paid + count > self.settings.max_calls:
+            needs = f"needs {count:,} calls more, and {paid:,} of this run are paid for"
+            text = f"judge {self.name}: {needs}, which is above max_calls {self.settings.max_calls:,}"
+            hint = f"set max_calls: {paid + count}; the answers so far are kept, and the same command continues"
             raise RLHFError("J04", text, hint=hint)
-        self.cost.asked += 1
+
+
+def _answer_with(answer: Answer, reply: Reply) -> Answer:
+    """Return an answer with one reply more."""
+    return Answer(
+        read_winner(reply.text),
+        calls=answer.calls + 1,
+        prompt_tokens=answer.prompt_tokens + reply.prompt_tokens,
+        completion_tokens=answer.completion_tokens + reply.completion_tokens,
+    )
 
 
 def _comparison(pair: Pair, answers: Mapping[Question, Winner]) -> Comparison:

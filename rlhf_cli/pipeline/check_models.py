@@ -5,19 +5,20 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
-from rlhf_cli import data, runs
+from rlhf_cli import data, distributed, runs
 from rlhf_cli.config import stages
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.ppo import PPOConfig, PPOSettings, check_num_shared_layers
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings, check_num_shared_layers, scale_to_world_size
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sft import BestOfSettings, SFTConfig
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
-from rlhf_cli.judges import costs
+from rlhf_cli.judges.costs import most_costs
 from rlhf_cli.models import build, load, lora, row_trial, tokenizers
 from rlhf_cli.models.initial import check_initial
 from rlhf_cli.pipeline.check_report import CheckReport, StageCheck
@@ -64,8 +65,10 @@ class StageValidator:
     """Checks stages in the order of the chain. A stage may start from the output that an earlier one would write."""
 
     def __init__(self, report: CheckReport, options: Options, *, deep: bool, runs_here: bool) -> None:
+        """Check what `options.nproc` processes would do. Raises RLHFError C07, E04 for that number."""
         self.report = report
         self.options = options
+        self.num_processes = distributed.resolve_num_processes(options.nproc) if options.nproc else 1
         self.deep = deep
         self.runs_here = runs_here
         self.pending_outputs: dict[Path, StartModel] = {}
@@ -88,6 +91,10 @@ class StageValidator:
         if self.deep:
             self._load_models(stage)
 
+    def _processes(self, stage: StageCheck) -> int:
+        """Return in how many processes a stage would run; a finished one, which does not run again, counts as one."""
+        return 1 if stage.finished else self.num_processes
+
     # SFT, reward model and DPO
 
     def _check_training(self, stage: StageCheck, config: TRLConfig) -> None:
@@ -106,13 +113,14 @@ class StageValidator:
         if isinstance(config, SFTConfig) and config.best_of:
             self._check_best_of(stage, config.best_of, start, rows, held_out)
         if rows is not None:
+            processes = self._processes(stage)
             with self.report.collecting():
-                training_rows.check_rows(config, rows, held_out, start.model_config)
+                training_rows.check_rows(config, rows, held_out, start.model_config, processes=processes)
             is_packed = isinstance(config, SFTConfig) and config.sft.packing
             settings = stages.settings_of(config)
             if settings.max_steps or not is_packed:
-                batch_sizes.warn_long_intervals(config, settings.steps(len(rows)))
-            batches = batch_sizes.describe_batches(config, rows, packed=0 if is_packed else None)
+                batch_sizes.warn_long_intervals(config, settings.steps(len(rows), processes))
+            batches = batch_sizes.describe_batches(config, rows, processes, packed=0 if is_packed else None)
             self.report.add(config.stage, "batches", batches)
         self._add_pending_output(stage, start)
 
@@ -205,6 +213,8 @@ class StageValidator:
             return
 
         self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
+        processes = self._processes(stage)
+        config = self.report.attempt(scale_to_world_size, config, processes) or config
         self.report.attempt(prompt_rows.check_prompt_counts, config, prompts, held_out)
         functions = {name: config.rewards[name].function for name in reward_fns}
         with self.report.collecting():
@@ -212,17 +222,29 @@ class StageValidator:
             self._try_functions(stage, "rewards", functions, prompts, start.tokenizer)
         if not stage.finished:
             self._check_reward_judges(config, prompts)
-        self.report.add("ppo", "batches", prompt_rows.describe_batches(config, prompts))
+        self.report.add("ppo", "batches", prompt_rows.describe_batches(config, prompts, processes))
 
     def _check_reward_judges(self, config: PPOConfig, prompts: Sequence[data.Prompt]) -> None:
         """Check how often the run may ask the judges among its rewards, and add what they cost at most."""
         self.report.attempt(reward_judges.check_calls_of_run, config, len(prompts))
         num_pairs = reward_judges.most_pairs(config, len(prompts))
-        prompt_tokens = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
-        for name, settings in config.reward_judges.items():
-            calls = costs.most_calls(settings, num_pairs)
-            tokens = costs.most_tokens(settings, num_pairs, prompt_tokens, config.ppo.max_response_length)
-            self.report.add("ppo", f"rewards.{name}", costs.describe_most(calls, tokens))
+        self._add_costs(config, num_pairs, prompts, response_length=config.ppo.max_response_length)
+
+    def _add_costs(
+        self,
+        config: PPOConfig | EvalConfig,
+        num_pairs: int,
+        prompts: Sequence[data.Prompt] | None,
+        *,
+        response_length: int,
+    ) -> None:
+        """Add what judges cost at most; without the prompts, beside their tokens."""
+        section = "rewards" if isinstance(config, PPOConfig) else "judges"
+        prompt_tokens = fmean(len(prompt.ids) for prompt in prompts) if prompts else 0.0
+        with self.report.collecting():
+            costs = most_costs(config, num_pairs, prompt_tokens=prompt_tokens, response_tokens=response_length)
+            for name, cost in costs.items():
+                self.report.add(config.stage, f"{section}.{name}", str(cost))
 
     # Evaluation
 
@@ -257,11 +279,7 @@ class StageValidator:
         """Check the judges that compare answers, and add what they cost at most; without rows, beside the prompts."""
         count = config.eval.n if rows is None else min(config.eval.n, len(rows))
         self.report.attempt(pairwise_judges.check_judges, config, count)
-        prompt_tokens = sum(len(row.ids) for row in rows) / len(rows) if rows else 0
-        for name, settings in config.pairwise_judges.items():
-            calls = costs.most_calls(settings, count)
-            tokens = costs.most_tokens(settings, count, prompt_tokens, response_length)
-            self.report.add("eval", f"judges.{name}", costs.describe_most(calls, tokens))
+        self._add_costs(config, count, rows, response_length=response_length)
 
     def _check_people(self, stage: StageCheck, config: EvalConfig, rows: Sequence[data.Prompt]) -> None:
         """Check the labels of people, which must be of the models that are evaluated."""

@@ -18,8 +18,6 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def child_command(config: Config, overrides: Sequence[str], options: Options, *, fresh: bool) -> list[str]:
     """Return the command line that runs one stage in a child process."""
     words = [config.stage, "--config", str(config.file)]
-    if options.nproc:
-        words += ["--nproc", options.nproc]
     if fresh:
         words.append("--fresh")
     return [*RLHF_COMMAND, *words, *_options(overrides, options)]
@@ -32,6 +30,8 @@ def check_command(folder: Path, overrides: Sequence[str], options: Options) -> l
 
 def _options(overrides: Sequence[str], options: Options) -> list[str]:
     words: list[str] = []
+    if options.nproc:
+        words += ["--nproc", options.nproc]
     for text in overrides:
         words += ["--set", text]
     if options.trust_remote_code:

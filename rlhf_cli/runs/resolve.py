@@ -1,5 +1,6 @@
 """References to models: by the keys of a config, and by the RUN, --stage and --step of a command."""
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,6 +14,7 @@ from rlhf_cli.config.ppo import VALUE_KEYWORDS, PPOConfig
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.config.stages import TRLConfig
+from rlhf_cli.data.labels import is_labels_folder
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean, shell_path, shown, translate_read_errors
 from rlhf_cli.files import cached_model, find_damage, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
@@ -151,6 +153,10 @@ def open_reference(config: Config, reference: Reference, *, hashed: bool = True)
     if Path(reference.path) == config.folder:
         text = f"{key} names the folder that this stage writes"
         raise RLHFError("M10", text, where=where, hint=f"name {finished_stage(reference.expect)}")
+    if key.startswith("judges.") and is_labels_folder(Path(reference.path)):
+        text = f"{key} names a folder of labels, and a path is a reward model's"
+        path = os.path.relpath(reference.path, config.file.parent)
+        raise RLHFError("M01", text, where=where, hint=f"name labels by their key: {{labels: {path}}}")
 
     try:
         return open_parent(

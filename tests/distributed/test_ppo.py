@@ -14,7 +14,7 @@ import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
 from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
-from ppo_folder import PPO, lines, must_succeed, ppo, rlhf, write
+from ppo_folder import ONE, PPO, lines, must_succeed, ppo, rlhf, write
 from run_cli import is_one_error
 
 from rlhf_cli.errors import RLHFError
@@ -62,6 +62,20 @@ def test_several_processes_train_like_one(both, name: str) -> None:
         assert same == pytest.approx(other, rel=1e3 * limit, abs=10 * limit)
     assert first["kl_coef"] == pytest.approx(one["kl_coef"], rel=1e3 * limit)
     assert all((each["kl_coef"], each["moments"]) == (first["kl_coef"], first["moments"]) for each in others)
+
+
+def test_a_round_of_two_processes_is_that_of_one(run_folder: Path, ppo_run: Path) -> None:
+    options = ("-s", f"models.policy={ppo_run / 'ppo'}", "-s", ONE)
+    must_succeed(child(*command(run_folder / "ppo.yaml", *options, "-s", "ppo.fsdp=true")))
+    one = ("-s", "ppo.gradient_accumulation_steps=4", "-s", f"run={run_folder}/one")
+    must_succeed(ppo(run_folder, *options, *one))
+    both = [run_folder, run_folder / "one"]
+    ours, alone = ([row["response"] for row in lines(folder / "ppo/samples.jsonl")] for folder in both)
+    assert ours == alone
+    (of_two,), (of_one,) = (lines(folder / "ppo/metrics.jsonl") for folder in both)
+    for key in sorted(SHARDED_KEYS):
+        assert of_two[key] == pytest.approx(of_one[key], rel=1e-3, abs=1e-5), key
+    assert of_one["objective/kl"] != 0
 
 
 def test_each_process_has_about_half_of_sharded_weights(both) -> None:

@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from serving import serving
+
+from rlhf_cli import jsonl
 
 MODEL = "stand-in"
 TEXTS = re.compile(
@@ -173,6 +176,12 @@ def too_long(body: Any, characters: int = 1300) -> Answer | None:
 
 def other_model(body: Any) -> Answer | None:
     return None if body["model"] == MODEL else failure(404, f"The model `{body['model']}` does not exist.")
+
+
+def answered(run: Path) -> list[Any]:
+    """Return the lines of the answers of the judge `llm` that name a winner."""
+    rows = [row for _, row in jsonl.read_jsonl(run / "judges/llm.jsonl")]
+    return [row for row in rows if row["winner"]]
 
 
 def stand_in(rule: Rule = sensible) -> AbstractContextManager[StandIn]:

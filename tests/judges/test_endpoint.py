@@ -8,7 +8,6 @@ import pytest
 import stand_in_judge
 from stand_in_judge import MODEL, StandIn, failure, reply
 
-from rlhf_cli import jsonl
 from rlhf_cli.config.judges import OpenAIJudge
 from rlhf_cli.errors import RLHFError, redact
 from rlhf_cli.judges import endpoint
@@ -60,8 +59,7 @@ def test_a_fault_of_every_call_is_one_line(
     server.every = fault
     line = error_of(judge_of(server, tmp_path, timeout=0.1))
     assert line.startswith(f"error[{code}]: judge llm: ") and says in line, line
-    kept = list(jsonl.read_jsonl(tmp_path / "judges/llm.jsonl"))
-    assert len(kept) == 2, "the answers before it are kept"
+    assert len(stand_in_judge.answered(tmp_path)) == 2, "the answers before it are kept"
 
 
 @pytest.mark.parametrize("fault", [stand_in_judge.busy, stand_in_judge.broken, stand_in_judge.closed])

@@ -25,6 +25,14 @@ def test_lengths_are_those_of_the_stage(folder: Path) -> None:
         assert numbers["longest"] == max(length for length in lengths if length <= limit)
 
 
+def test_batches_are_those_of_all_processes(run_folder: Path) -> None:
+    two = lines(check(".", "--nproc", "2").stdout)
+    assert " x 2 processes = " in two["sft", "batches"] and " x 2 processes = " in two["ppo", "batches"]
+    many = check("sft.yaml", "--nproc", "97")
+    assert many.exit_code == 2 and "hint: start 96 processes at most, or bring more rows" in many.stderr
+    assert "error[C07]" in check("sft.yaml", "--nproc", "some").stderr
+
+
 def test_fresh_weights(run_folder: Path) -> None:
     new = "new: {hidden_size: 32, num_attention_heads: 4, num_hidden_layers: 1, max_position_embeddings: 64, "
     replace("sft.yaml", "path: model", new + "tokenizer: {train: rows.jsonl, vocab_size: 300}}")

@@ -68,9 +68,10 @@ def straight(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def results(folder: Path) -> list[Any]:
     """Return all that a run with a judge leaves, but for times."""
-    files = ["ppo/sft_answers.jsonl", "ppo/samples.jsonl", "judges/llm.jsonl"]
+    files = ["ppo/sft_answers.jsonl", "ppo/samples.jsonl"]
     contents = [(folder / name).read_bytes() for name in files]
-    return [weights(folder), weights(folder, "value"), untimed(folder / "ppo/metrics.jsonl"), *contents]
+    logged = untimed(folder / "ppo/metrics.jsonl")
+    return [weights(folder), weights(folder, "value"), logged, *contents, stand_in_judge.answered(folder)]
 
 
 def test_each_response_is_compared_with_the_sft_models_answer_in_both_orders(
@@ -189,7 +190,7 @@ def test_each_fault_ends_an_update_with_one_line_and_the_same_command_resumes(
         server.every = fault
         result = ppo(run_folder)
         fails(result, "R05", "reward `llm`: judge llm: ", says, exit_code=1)
-        assert len(lines(run_folder / "judges/llm.jsonl")) == 28 + 5 * number, "the answers before it are kept"
+        assert len(stand_in_judge.answered(run_folder)) == 28 + 5 * number, "the answers before it are kept"
 
     server.requests.clear()
     server.every = stand_in_judge.without_schema  # and two that are no errors
@@ -222,6 +223,11 @@ def test_check_and_plan_say_the_calls_and_refuse_more(run_folder: Path, server: 
     assert f"at most {28 + CALLS} calls, about " in must_succeed(rlhf("check", run_folder / "ppo.yaml")).stdout
     plan = json.loads(must_succeed(rlhf("plan", run_folder / "ppo.yaml", "--json")).stdout)["stages"]["ppo"]
     assert plan["judges"]["llm"]["calls"] == 28 + CALLS
+    of_two = 28 + 2 * (16 + 16)  # one update of both processes
+    assert f"at most {of_two} calls" in must_succeed(rlhf("check", run_folder / "ppo.yaml", "--nproc", 2)).stdout
+    text = must_succeed(rlhf("plan", run_folder / "ppo.yaml", "--nproc", 2)).stdout
+    assert f"at most {of_two} calls" in text
+    assert "its answers take time that is not counted above: at most 12 s for each second of a call, 8 at once" in text
     tables = ("num_sample_generations=2", "generate_ref_response=true", f"data.eval_prompts={run_folder}/heldout.jsonl")
     more = must_succeed(rlhf("check", run_folder / "ppo.yaml", *settings(*tables))).stdout
     assert f"at most {28 + CALLS + 2 * 2 * 2 * 8} calls" in more

@@ -69,7 +69,7 @@ def agreements(labels: Sequence[Label]) -> list[Agreement]:
 
 def _agreement(annotators: tuple[str, str], mine: Sequence[str], theirs: Sequence[str]) -> Agreement:
     same = [ours == other for ours, other in zip(mine, theirs, strict=True)]
-    return Agreement(annotators, share_of(same), cohens_kappa(mine, theirs), kappa_interval(mine, theirs))
+    return Agreement(annotators, _share(same), cohens_kappa(mine, theirs), kappa_interval(mine, theirs))
 
 
 def cohens_kappa(first: Sequence[str], second: Sequence[str]) -> float | None:
@@ -120,8 +120,8 @@ def _habits_of(labels: Sequence[Label]) -> AnnotatorHabits:
     return AnnotatorHabits(
         labels=len(labels),
         ties=sum(label.choice == "tie" for label in labels),
-        first_slot=_share([label.prefers_shown_first for label in decided]),
-        longer=_share([_is_longer(label) for label in unequal]),
+        first_slot=_share([label.prefers_shown_first for label in decided]) if decided else None,
+        longer=_share([_is_longer(label) for label in unequal]) if unequal else None,
     )
 
 
@@ -131,12 +131,8 @@ def _is_longer(label: Label) -> bool:
     return len(label.answers[chosen]) > len(label.answers[1 - chosen])
 
 
-def _share(points: Sequence[bool]) -> Share | None:
-    return share_of(points) if points else None
-
-
-def share_of(points: Sequence[float]) -> Share:
-    """Return the mean of points from 0 to 1, at least one, with its interval."""
+def _share(points: Sequence[bool]) -> Share:
+    """Return the share of points, at least one, that are true, with its interval."""
     values = [float(point) for point in points]
     return Share(fmean(values), share_interval(values), len(values))
 
@@ -190,7 +186,8 @@ def print_summary(labels: Sequence[Label], policies: Sequence[str]) -> None:
         return
     rows = []
     for name, mine in by_annotator.items():
-        rows.append([name, str(mine.labels), str(mine.ties), str(mine.first_slot or "-"), str(mine.longer or "-")])
+        counts = [str(mine.labels), str(mine.ties)]
+        rows.append([name, *counts, str(mine.first_slot or "-"), str(mine.longer or "-")])
     terminal.table(["annotator", "labels", "ties", "first slot", "longer answer"], rows)
 
     found = agreements(labels)
@@ -222,7 +219,9 @@ def _agreement_row(agreement: Agreement) -> list[str]:
 
 def _warn_of_slots(by_annotator: Mapping[str, AnnotatorHabits]) -> None:
     for name, mine in by_annotator.items():
-        share = mine.first_slot
-        if share is not None and not share.interval[0] <= 0.5 <= share.interval[1]:
-            slot = "first" if share.value > 0.5 else "second"
+        if mine.first_slot is None:
+            continue
+        low, high = mine.first_slot.interval
+        if low > 0.5 or high < 0.5:
+            slot = "first" if low > 0.5 else "second"
             terminal.say(f"label    {name} chooses the {slot} slot more often than by chance: look at these labels")

@@ -71,9 +71,10 @@ def _show(shown: Shown, progress: str) -> None:
     """Print a prompt and its two answers."""
     terminal.out("\n" * ENOUGH + f"-- {progress}")
     terminal.out(_prompt_text(shown.pair.prompt))
-    for number, (answer, ended) in enumerate(zip(shown.answers, shown.ended, strict=True), start=1):
-        terminal.out(f"\n[{number}]" + ("" if ended else "  cut off at the length limit"))
-        terminal.out(_wrapped(answer.strip()))
+    for number in (1, 2):
+        cut = "" if shown.ended[number - 1] else "  cut off at the length limit"
+        terminal.out(f"\n[{number}]{cut}")
+        terminal.out(_wrapped(shown.answers[number - 1].strip()))
 
 
 def _prompt_text(prompt: str | Conversation) -> str:

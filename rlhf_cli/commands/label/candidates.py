@@ -25,6 +25,7 @@ from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import RolloutReward
 from rlhf_cli.rewards.model import EnsembleReward, RetokenizingReward
 
+EDITED_HINT = "restore the file, or give another --name to draw new candidates"
 BATCH_PROMPTS = 16  # drawn, scored and written together
 
 
@@ -144,7 +145,8 @@ class CandidateFile:
         self.path = folder / CANDIDATES
         self.order = order
         repair_end(self.path)
-        self.candidates = [_parse(row, self.path, number) for number, row in appended_rows(self.path)]
+        rows = appended_rows(self.path, hint=EDITED_HINT)
+        self.candidates = [_parse(row, f"{shown(self.path)}:{number}") for number, row in rows]
 
     def lacks(self, num_pairs: int) -> bool:
         """Return True if there are fewer usable pairs, and prompts left to draw more from."""
@@ -183,17 +185,22 @@ class CandidateFile:
         self.candidates += candidates
 
 
-def _parse(row: dict[str, Any], path: Path, number: int) -> Candidate:
+def _parse(row: dict[str, Any], where: str) -> Candidate:
     """Return the candidate of a line. Raises RLHFError D20 if it is not one."""
-    try:
-        candidate = Candidate(**row)
-        count = len(candidate.answers)
-        if count < 2 or len(candidate.sources) != count or not all(isinstance(each, str) for each in candidate.answers):
-            raise ValueError("answers and sources do not belong together")
-    except (TypeError, ValueError) as error:
-        hint = "restore the file, or give another --name to draw new candidates"
-        raise RLHFError("D20", f"not a candidate: {error}", where=f"{shown(path)}:{number}", hint=hint) from error
-    return candidate
+    missing = [name for name in Candidate.__dataclass_fields__ if name not in row]
+    problem = f'"{missing[0]}" is missing' if missing else None
+    if not missing and not _are_of_their_sources(row["answers"], row["sources"]):
+        problem = '"answers" and "sources" are not two or more texts each'
+    if problem:
+        raise RLHFError("D20", problem, where=where, hint=EDITED_HINT)
+    return Candidate(**{name: row[name] for name in Candidate.__dataclass_fields__})
+
+
+def _are_of_their_sources(answers: Any, sources: Any) -> bool:
+    """Return True for two or more answers, with the name of the policy of each."""
+    if not isinstance(answers, list) or not isinstance(sources, list):
+        return False
+    return len(answers) == len(sources) >= 2 and all(isinstance(text, str) for text in [*answers, *sources])
 
 
 # Pairs

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import config as configs
-from rlhf_cli import data, terminal
+from rlhf_cli import data
 from rlhf_cli.commands.common.models import (
     ChatModel,
     load_scorer,
@@ -17,14 +16,14 @@ from rlhf_cli.commands.common.models import (
     run_config,
 )
 from rlhf_cli.commands.label.candidates import CandidateSampler
+from rlhf_cli.commands.label.prompts import evaluation, held_out_prompts, labelled_before, without_held_out
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.datasets import Rows
-from rlhf_cli.data.labels import COMPARES, SETTINGS
+from rlhf_cli.data.labels import CANDIDATES, COMPARES, SETTINGS
 from rlhf_cli.data.sampling import prompt_batch
-from rlhf_cli.data.sources import is_local
-from rlhf_cli.data.texts import prompt_key, render_transcript
+from rlhf_cli.data.texts import prompt_key
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import files_sha256, read_json_object, write_json
 from rlhf_cli.models import load, tokenizers
@@ -85,6 +84,7 @@ class LabelInputs:
     tokenizer: Any
     prompts: Rows[data.Prompt]
     rows: list[int]  # of the prompts that may be answered, in the order in which they are
+    labelled_before: frozenset[bytes]  # keys of the prompts that the rounds before labelled: they come last
     answers: int  # to each prompt, as many of each policy
 
 
@@ -115,9 +115,21 @@ def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> 
     config = _prompt_config(run, ppo, label_options)
     prompts = reading.read_prompts(config, "data.prompts", tokenizer, model_config, length)
     rows = prompt_batch(len(prompts), 1, len(prompts), label_options.seed)
+    labelled: frozenset[bytes] = frozenset()
     if label_options.compare is None:
-        rows = _without_held_out(rows, prompts, _held_out(run, ppo))
-    return LabelInputs(run, policies, ppo, tokenizer, prompts, rows, answers)
+        rows = without_held_out(rows, prompts, held_out_prompts(run, ppo))
+        labelled = labelled_before(ppo)
+        rows.sort(key=lambda row: prompt_key(prompts[row].text) in labelled)
+    return LabelInputs(
+        run,
+        policies,
+        ppo,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        rows=rows,
+        labelled_before=labelled,
+        answers=answers,
+    )
 
 
 def _num_answers(policies: Sequence[ChatModel], label_options: LabelOptions) -> int:
@@ -174,41 +186,6 @@ def _prompt_config(run: Path, config: PPOConfig, label_options: LabelOptions) ->
     return config
 
 
-def evaluation(run: Path) -> EvalConfig:
-    """Return the run's eval.yaml. Raises RLHFError as `config.load`."""
-    config = configs.load("eval", run / "eval.yaml")
-    assert isinstance(config, EvalConfig)
-    return config
-
-
-def _held_out(run: Path, config: PPOConfig) -> frozenset[bytes]:
-    """Return the keys of the prompts that the run evaluates with, of conversations also those as transcripts."""
-    sources = [source for key, source in config.sources().items() if key == "data.eval_prompts"]
-    if (run / "eval.yaml").is_file():
-        sources.append(evaluation(run).sources()["data.prompts"])
-    keys: frozenset[bytes] = frozenset()
-    for source in sources:
-        if not is_local(source):
-            terminal.say(f"label    {source.shown()} is not in the cache: its prompts are not omitted")
-            continue
-        rows = data.prompt_rows(source, None, max_length=None)
-        keys |= rows.prompts | {prompt_key(render_transcript(row.text)) for row in rows}
-    return keys
-
-
-def _without_held_out(rows: Sequence[int], prompts: Rows[data.Prompt], held_out: frozenset[bytes]) -> list[int]:
-    """Return the rows of prompts that are not held out; say how many are omitted. Raises RLHFError D05 for none."""
-    kept = [row for row in rows if prompt_key(prompts[row].text) not in held_out]
-    left_out = len(rows) - len(kept)
-    if not kept:
-        text = f"the run evaluates with all of these {len(rows)} prompts"
-        hint = "name other prompts: --prompts FILE; --compare compares two models on held-out prompts"
-        raise RLHFError("D05", text, where=prompts.source.shown(), hint=hint)
-    if left_out:
-        terminal.say(f"label    {left_out} of {len(rows)} prompts omitted: the run evaluates with them")
-    return kept
-
-
 def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Options) -> CandidateSampler:
     """Load the policies, and for `--order uncertain` the run's reward models. Raises RLHFError as `load_weights`."""
     config = inputs.config
@@ -238,7 +215,10 @@ def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Opti
 
 
 def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions) -> None:
-    """Write what decides the candidates of a new folder. Raises RLHFError C15 if the folder's were drawn otherwise."""
+    """Write what decides the candidates of a new folder.
+
+    Raises RLHFError C15 if the folder's were drawn otherwise, D20 if its file does not say how.
+    """
     settings = {
         "policies": {model.name: model.sha256 for model in inputs.policies},
         "prompts": files_sha256(sorted({prompt.location.path for prompt in inputs.prompts})),
@@ -250,6 +230,9 @@ def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions
     }
     path = folder / SETTINGS
     recorded = read_json_object(path)
+    if recorded is None and (folder / CANDIDATES).exists():
+        text = f"{shown(path)} does not say how the answers of its folder were drawn"
+        raise RLHFError("D20", text, hint="restore the file, or give another --name to draw new answers")
     if recorded is None:
         purpose = {} if label_options.compare is None else {COMPARES: True}
         write_json(path, settings | purpose)

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 from rlhf_cli import data, runs, terminal
 from rlhf_cli.commands.label.candidates import scores_of
-from rlhf_cli.commands.label.inputs import LabelInputs, evaluation
+from rlhf_cli.commands.label.inputs import LabelInputs
+from rlhf_cli.commands.label.prompts import evaluation
 from rlhf_cli.commands.label.session import LabelSession, Shown
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOConfig, RewardSourceSettings
 from rlhf_cli.errors import RLHFError, did_you_mean, shown
-from rlhf_cli.judges.costs import check_calls, describe_cost, describe_most, most_calls, most_tokens
+from rlhf_cli.judges.costs import MostCost, check_calls, describe_cost
 from rlhf_cli.judges.pairwise import Pair, PairwiseJudge
 from rlhf_cli.judges.question import shown_prompt
 from rlhf_cli.models import load
@@ -55,10 +56,11 @@ class ComparingJudge:
             first, second = each.answers
             prompt = shown_prompt(self.prompts[_prompt_row(each)].text)
             asked.append(Pair(prompt, first.strip(), second.strip()))
-        return [
-            "skip" if comparison.is_too_long else _slot(comparison.points, 0.5)
-            for comparison in self.judge.compare(asked)
-        ]
+
+        slots = []
+        for comparison in self.judge.compare(asked):
+            slots.append("skip" if comparison.is_too_long else _slot(comparison.points, 0.5))
+        return slots
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def label_by_judge(session: LabelSession, judge: PairJudge) -> None:
                 session.choose(name, each.pair.name, slot, seconds=seconds)
             bar.advance(len(batch))
     if isinstance(judge, ComparingJudge):
-        terminal.say(f"label    {describe_cost(judge.judge.name, judge.judge.cost)}")
+        terminal.say(f"label    {describe_cost(judge.judge)}")
 
 
 def load_judge(name: str, inputs: LabelInputs, num_pairs: int, options: Options) -> PairJudge:
@@ -155,13 +157,14 @@ def _pairwise_judge(name: str, inputs: LabelInputs, num_pairs: int) -> Comparing
         return None
 
     where = partial(judge_location, config, name)
-    judge = PairwiseJudge.of(name, settings, inputs.run, where)
     num_pairs = min(num_pairs, len(inputs.rows) * math.comb(inputs.answers, 2))
     pairs = f"{num_pairs} pairs"
     check_calls(f"judges.{name}", settings, num_pairs, pairs=pairs, lower="--n", where=where("max_calls"))
+
+    judge = PairwiseJudge.of(name, settings, inputs.run, where)
     prompt_tokens = fmean(len(inputs.prompts[row].ids) for row in inputs.rows)
-    tokens = most_tokens(settings, num_pairs, prompt_tokens, inputs.config.ppo.max_response_length)
-    terminal.say(f"label    judge {name}: {describe_most(most_calls(settings, num_pairs), tokens)}")
+    cost = MostCost.of(settings, num_pairs, prompt_tokens, response_tokens=inputs.config.ppo.max_response_length)
+    terminal.say(f"label    judge {name}: {cost}")
     judge.pass_probe()
     return ComparingJudge(judge, inputs.prompts)
 

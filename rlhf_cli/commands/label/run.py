@@ -1,6 +1,7 @@
 """`rlhf label`: draw candidates, then let people or a judge compare them."""
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from rlhf_cli.commands.label.candidates import CandidateFile, ordered_pairs, rep
 from rlhf_cli.commands.label.exchange import FORMATS, export_pairs, import_labels
 from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions
 from rlhf_cli.commands.label.judging import PairJudge, label_by_judge, load_judge
-from rlhf_cli.commands.label.session import LabelSession, parse_annotators
+from rlhf_cli.commands.label.session import LabelSession, Pair, parse_annotators
 from rlhf_cli.commands.label.store import LabelStore
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.labels import LABELS, preference_pairs_of
+from rlhf_cli.data.texts import prompt_key
 from rlhf_cli.errors import RLHFError, install_hint, shell_path, shown
 from rlhf_cli.files import make_folder
 from rlhf_cli.jsonl import write_jsonl
@@ -59,10 +61,7 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
             overlap=label_options.overlap,
             seed=label_options.seed,
         )
-        if len(pairs) < label_options.n:
-            terminal.say(
-                f"label    {len(pairs)} pairs, not {label_options.n}: all prompts are answered; --answers 4 draws more"
-            )
+        _say_what_is_short(pairs, inputs, label_options.n)
         terminal.say(f"label    {len(pairs)} pairs in {shown(labels_folder)}: {session.done} of {session.total} labels")
         if label_options.export is not None and label_options.format is not None:
             export_pairs(session, label_options.export, label_options.format)
@@ -75,6 +74,16 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
     terminal.say(f"label    {count} labels in {shown(labels_folder / LABELS)}")
     if session.store_size:
         terminal.say(f"next: {_next_step(inputs.run, labels_folder.name, label_options)}")
+
+
+def _say_what_is_short(pairs: Sequence[Pair], inputs: LabelInputs, wanted: int) -> None:
+    """Say if there are fewer pairs than wanted, or some whose prompts were labelled before."""
+    again = sum(prompt_key(pair.prompt) in inputs.labelled_before for pair in pairs)
+    if again:
+        count = f"{again} of {len(pairs)} pairs"
+        terminal.say(f"label    {count} have prompts that a round before labelled: no others are left")
+    if len(pairs) < wanted:
+        terminal.say(f"label    {len(pairs)} pairs, not {wanted}: all prompts are answered; --answers 4 draws more")
 
 
 def _next_step(run: Path, name: str, label_options: LabelOptions) -> str:
@@ -97,7 +106,8 @@ def _draw(folder: Path, inputs: LabelInputs, label_options: LabelOptions, option
     if candidates.lacks(needed):
         sampler = label_inputs.load_sampler(inputs, label_options, options)
         names = " and ".join(model.name for model in inputs.policies)
-        terminal.say(f"label    {names} answer {len(inputs.rows)} prompts at most, {inputs.answers} answers each")
+        answer = "answers" if len(inputs.policies) == 1 else "answer"
+        terminal.say(f"label    {names} {answer} {len(inputs.rows)} prompts at most, {inputs.answers} answers each")
         candidates.extend(sampler, needed)
     report_unusable(candidates.candidates)
     return candidates

@@ -77,7 +77,7 @@ def print_plan(
     for plan in plans:
         show(plan, target)
     if len(plans) > 1:
-        show_total(total)
+        show_total(total, is_judged=any(plan.judges for plan in plans))
 
 
 def _target(gpu: str | None, processes: int, machines: int) -> Target:

@@ -2,7 +2,7 @@
 
 from rlhf_cli import terminal
 from rlhf_cli.commands.plan.stage_plan import StagePlan, TotalPlan
-from rlhf_cli.judges import costs
+from rlhf_cli.judges.costs import MostCost
 from rlhf_cli.models import devices
 from rlhf_cli.planning.memory import KINDS
 from rlhf_cli.planning.target import Target
@@ -23,8 +23,16 @@ def show(plan: StagePlan, target: Target) -> None:
     _show_time(plan)
     terminal.out(f"data     {_rows(plan)}")
     for name, cost in plan.judges.items():
-        terminal.out(f"judge    {name}: {costs.describe_most(cost.calls, cost.tokens)}")
+        _show_judge(name, cost)
     terminal.out()
+
+
+def _show_judge(name: str, cost: MostCost) -> None:
+    """Print what a judge costs, and that its time, which nothing here tells, is not part of the stage's."""
+    terminal.out(f"judge    {name}: {cost}")
+    a_second = duration(cost.calls / cost.concurrency)
+    rate = f"{a_second} for each second of a call, {cost.concurrency} at once"
+    terminal.out(f"{INDENT}its answers take time that is not counted above: at most {rate}")
 
 
 def _show_phases(plan: StagePlan, target: Target) -> None:
@@ -126,11 +134,12 @@ def _rows(plan: StagePlan) -> str:
     return text
 
 
-def show_total(total: TotalPlan) -> None:
-    """Print the total of a run's stages."""
+def show_total(total: TotalPlan, *, is_judged: bool) -> None:
+    """Print the total of a run's stages. `is_judged`: a language model compares answers in one of them."""
     time = f"{BOUNDS[total.run]} {duration(total.seconds)}"
     memory = f"at most {format_bytes(total.memory_bytes)} of memory, in {total.fullest}: {VERDICTS[total.fits]}"
     terminal.out(f"in all   {time} for {total.starts} stages; {memory}")
 
     loading = f" (some {duration(total.load_seconds)} here, longer with TRL)" if total.load_seconds else ""
-    terminal.out(f"{INDENT}on top: {total.starts} starts{loading}, evaluations, report card and states")
+    judges = ", judges" if is_judged else ""
+    terminal.out(f"{INDENT}on top: {total.starts} starts{loading}, evaluations{judges}, report card and states")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from rlhf_cli.commands.plan.advice import Advice, advise, overhead_of, verdict
 from rlhf_cli.commands.plan.inputs import ModelResolver
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig, scale_to_world_size
 from rlhf_cli.errors import shown
-from rlhf_cli.judges import costs
+from rlhf_cli.judges.costs import MostCost, most_costs
 from rlhf_cli.planning.duration import estimate_duration
 from rlhf_cli.planning.estimate import Estimate
 from rlhf_cli.stages.ppo import reward_judges
@@ -23,14 +23,6 @@ class PhasePlan:
     bytes: dict[str, int]  # by kind
     total: int
     flops: float
-
-
-@dataclass(frozen=True)
-class JudgeCost:
-    """Most calls of a language model that judges, and about how many tokens they have."""
-
-    calls: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ class StagePlan:
     steps: int
     steps_are: str
     advice: list[Advice]
-    judges: dict[str, JudgeCost]  # by name
+    judges: dict[str, MostCost]  # by name
 
 
 @dataclass(frozen=True)
@@ -124,25 +116,21 @@ def plan_stage(
     )
 
 
-def _judge_costs(stage: Estimate) -> dict[str, JudgeCost]:
+def _judge_costs(stage: Estimate) -> dict[str, MostCost]:
     """Return what the language models that compare answers cost at most, of an evaluation or as rewards of PPO."""
     config = stage.config
     num_pairs = stage.data.rows
-    if isinstance(config, EvalConfig):
-        judges = config.pairwise_judges
-    elif isinstance(config, PPOConfig):
-        judges = config.reward_judges
-        num_pairs = reward_judges.most_pairs(config, num_pairs) if judges else 0
-    else:
+    if not isinstance(config, PPOConfig | EvalConfig):
         return {}
+    if isinstance(config, PPOConfig):
+        num_pairs = reward_judges.most_pairs(scale_to_world_size(config, stage.target.processes), num_pairs)
     lengths = stage.data.lengths
-    prompt_tokens = lengths.prompt_mean or lengths.prompt
-    response_tokens = lengths.response_mean or lengths.response
-    found = {}
-    for name, settings in judges.items():
-        tokens = costs.most_tokens(settings, num_pairs, prompt_tokens, response_tokens)
-        found[name] = JudgeCost(costs.most_calls(settings, num_pairs), tokens)
-    return found
+    return most_costs(
+        config,
+        num_pairs,
+        prompt_tokens=lengths.prompt_mean or lengths.prompt,
+        response_tokens=lengths.response_mean or lengths.response,
+    )
 
 
 def plan_total(plans: Sequence[StagePlan], load_seconds: float | None) -> TotalPlan:

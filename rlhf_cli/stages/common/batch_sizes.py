@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rlhf_cli import data, distributed, terminal
+from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.stages import TRLConfig, settings_of
 from rlhf_cli.errors import RLHFError
@@ -20,22 +20,21 @@ def batch_product(size: int, grad_accum_steps: int, processes: int, unit: str) -
     return f"{size} x {grad_accum_steps}{group} = {size * grad_accum_steps * processes} {unit}"
 
 
-def check_batch_size(config: TRLConfig, source: str, count: int, unit: str) -> None:
+def check_batch_size(config: TRLConfig, source: str, count: int, unit: str, *, processes: int) -> None:
     """Raise RLHFError D11 if `count` rows or packed sequences do not fill one optimizer step of all processes."""
     settings = settings_of(config)
     size = settings.per_device_train_batch_size
     grad_accum_steps = settings.gradient_accumulation_steps
-    world_size = distributed.world_size()
-    if count >= size * grad_accum_steps * world_size:
+    if count >= size * grad_accum_steps * processes:
         return
 
-    batch = batch_product(size, grad_accum_steps, world_size, unit)
+    batch = batch_product(size, grad_accum_steps, processes, unit)
     text = f"{source} has {count} {unit}, fewer than one optimizer step takes ({batch})"
     size_key = f"{config.stage}.per_device_train_batch_size"
-    if count >= size * world_size:
-        hint = f"set {config.stage}.gradient_accumulation_steps to {count // (size * world_size)} at most"
-    elif count >= world_size:
-        hint = f"set {size_key} to {count // world_size} at most"
+    if count >= size * processes:
+        hint = f"set {config.stage}.gradient_accumulation_steps to {count // (size * processes)} at most"
+    elif count >= processes:
+        hint = f"set {size_key} to {count // processes} at most"
         if grad_accum_steps > 1:
             hint += ", and gradient_accumulation_steps to 1"
     else:

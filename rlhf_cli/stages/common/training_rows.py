@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import data, terminal
+from rlhf_cli import data, distributed, terminal
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.config.stages import TRLConfig, settings_of
 from rlhf_cli.data.labels import are_of_held_out_prompts
@@ -28,7 +28,7 @@ def read_train_and_eval(config: TRLConfig, tokenizer: Any, model_config: Any) ->
     eval_rows = None
     if "data.eval" in config.sources():
         eval_rows = read_split(config, "eval", tokenizer, model_config)
-    check_rows(config, rows, eval_rows, model_config)
+    check_rows(config, rows, eval_rows, model_config, processes=distributed.world_size())
 
     if isinstance(config, SFTConfig) and not config.best_of:
         rows = add_labels(config, rows)
@@ -110,7 +110,9 @@ def log_packing(config: SFTConfig) -> None:
     terminal.say(f"sft      packing: {strategy} ({effect}; trainer.packing_strategy changes it)")
 
 
-def check_rows(config: TRLConfig, rows: data.Rows[Any], eval_rows: data.Rows[Any] | None, model_config: Any) -> None:
+def check_rows(
+    config: TRLConfig, rows: data.Rows[Any], eval_rows: data.Rows[Any] | None, model_config: Any, *, processes: int
+) -> None:
     """Raise RLHFError C13 or D11 if rows are too long or too few; `model_config` None: unknown context. Warns D13."""
     longest = rows.longest
     if eval_rows is not None:
@@ -127,7 +129,7 @@ def check_rows(config: TRLConfig, rows: data.Rows[Any], eval_rows: data.Rows[Any
 
     def check_batch_size() -> None:
         if rows.longest or not splits:  # without tokens the number of sequences is unknown
-            batch_sizes.check_batch_size(config, rows.source.shown(), count, unit)
+            batch_sizes.check_batch_size(config, rows.source.shown(), count, unit, processes=processes)
 
     collect_errors(
         lambda: check_context_length(config, model_config, longest, strict=splits or is_new),

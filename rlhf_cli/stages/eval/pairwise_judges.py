@@ -87,7 +87,7 @@ def add_win_rates(
 
     compared = {name: judge.compare(pairs) for name, judge in judges.items()}
     for name, judge in judges.items():
-        terminal.say(f"eval     {describe_cost(name, judge.cost)}")
+        terminal.say(f"eval     {describe_cost(judge)}")
         judge.require_few_too_long(compared[name])
     rates = {**report.win_rate[PPO_OVER_SFT], **pairwise_win_rates(compared, ppo, sft)}
     return report.with_changes(

@@ -44,7 +44,7 @@ def say_costs(sources: Iterable[RolloutReward]) -> None:
     for source in sources:
         if isinstance(source, JudgeReward):
             consistent = source.function.consistent
-            text = f"ppo      {describe_cost(source.name, source.function.judge.cost)}"
+            text = f"ppo      {describe_cost(source.function.judge)}"
             if consistent:
                 share = sum(consistent) / len(consistent)
                 text += f"; both orders agree on {share:.3f} of {len(consistent):,} pairs"

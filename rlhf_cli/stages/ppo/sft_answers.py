@@ -14,6 +14,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 
 FILE = "sft_answers.jsonl"
+EDITED_HINT = "remove the line: the answer is drawn again"
 
 
 class SFTAnswers:
@@ -69,11 +70,11 @@ def _read(path: Path) -> dict[str, str]:
     """Return the answers by the hash of the prompt. A last line that a killed process left unfinished is removed."""
     repair_end(path)
     answers = {}
-    for number, row in appended_rows(path):
+    for number, row in appended_rows(path, hint=EDITED_HINT):
         key = row.get("key")
         answer = row.get("answer")
         if not isinstance(key, str) or not isinstance(answer, str):
-            hint = "remove the line: the answer is drawn again"
-            raise RLHFError("D03", "the line is not an answer of SFT", where=f"{shown(path)}:{number}", hint=hint)
+            where = f"{shown(path)}:{number}"
+            raise RLHFError("D03", "the line is not an answer of SFT", where=where, hint=EDITED_HINT)
         answers[key] = answer
     return answers

@@ -1,12 +1,16 @@
-"""What `rlhf label` reads of a run: policies, prompts, and how answers are drawn."""
+"""What `rlhf label` reads of a run: policies, prompts, and how answers are drawn.
 
+Modules: `commands/label/prompts.py`.
+"""
+
+import json
 from pathlib import Path
 from typing import Any
 
 import chat_run
 import pytest
 from label_run import label
-from ppo_folder import lines, must_succeed, write
+from ppo_folder import PROMPTS, lines, must_succeed, write
 
 from rlhf_cli import jsonl
 from rlhf_cli.commands.label.inputs import LabelInputs, LabelOptions, read_inputs
@@ -47,6 +51,37 @@ def test_a_model_trained_on_conversations_gets_texts_as_turns(tmp_path: Path) ->
     write(run, "ppo", chat_run.PPO)
     inputs = inputs_of(run)
     assert inputs.tokenizer.decode(inputs.prompts[0].ids).startswith("<|im_start|>user\ntell me about the sea")
+
+
+def round_before(folder: Path, policy: str | None, prompt: str) -> None:
+    """Write what a round leaves: the config of its PPO, and labels of one prompt, and of another one with --compare."""
+    folder.mkdir()
+    write(folder, "ppo", {**chat_run.PPO, "models": {"policy": policy}})
+    (folder / "ppo").mkdir()
+    (folder / "ppo.yaml").rename(folder / "ppo/config.yaml")
+    row = {"pair": "0:0-1", "answers": ["a", "b"], "sources": ["ppo", "ppo"], "order": [0, 1]}
+    said = {"choice": "tie", "annotator": "me", "seconds": 1.0, "time": 1.0}
+    for name, labelled in (("people", prompt), ("compare", PROMPTS[9])):
+        labels = folder / "labels" / name
+        labels.mkdir(parents=True)
+        jsonl.write_jsonl(labels / "labels.jsonl", [{"prompt": labelled, **row, **said}])
+        (labels / "candidates.jsonl").touch()
+        (labels / "settings.json").write_text(json.dumps({"compares": name == "compare"}))
+
+
+def test_prompts_that_a_round_before_labelled_come_last(run: Path) -> None:
+    first = inputs_of(run).rows
+    round_before(Path("zero"), None, PROMPTS[0])
+    round_before(Path("one"), "../../zero/ppo", PROMPTS[1])
+    write(run, "ppo", {**chat_run.PPO, "models": {"policy": "../one/ppo/snapshots/step_000002"}})
+    labelled = [row for row in first if row in (0, 1)]
+    assert inputs_of(run).rows == [row for row in first if row not in (0, 1)] + labelled != first
+    assert sorted(inputs_of(run, seed=1).rows[-2:]) == [0, 1]
+
+    few = must_succeed(label(run, "--by", "short", "--n", len(first) - 8)).stderr
+    assert "round before" not in few
+    every = must_succeed(label(run, "--by", "short", "--n", len(first))).stderr
+    assert f"2 of {len(first)} pairs have prompts that a round before labelled: no others are left" in every
 
 
 def test_each_model_answers_as_often_as_the_others(run: Path) -> None:

@@ -119,14 +119,14 @@ def test_each_fault_of_a_language_model_is_one_line_and_no_answer_is_lost(
             server.every = fault
             result = label(run, "--by", "llm", "--n", 8)
             assert result.exit_code == 1 and result.stderr.count(f"error[{code}]: judge llm: ") == 1, result.stderr
-            assert len(lines(run / "judges/llm.jsonl")) == number
+            assert len(stand_in_judge.answered(run)) == number
 
         server.every = stand_in_judge.without_schema
         server.faults = [stand_in_judge.busy] * 2
         server.requests.clear()
         must_succeed(label(run, "--by", "llm", "--n", 8))
         assert len(lines(run / "labels/llm/labels.jsonl")) == 8
-        assert len(server.requests) == len(lines(run / "judges/llm.jsonl")) - len(faults) + 1 + 2  # one with a schema
+        assert len(server.requests) == len(stand_in_judge.answered(run)) - len(faults) + 1 + 2  # one with a schema
 
         (run / "judges/llm.jsonl").unlink()
         server.every = lambda body: stand_in_judge.too_long(body, 0)

@@ -57,14 +57,27 @@ def test_options_that_do_not_fit_are_refused_with_one_line(run: Path, arguments:
     assert "made" in arguments or not (run / "labels").exists()
 
 
-def test_a_file_edited_by_hand_is_refused_with_its_line_and_kept(run: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "written", "edited", "says"),
+    [
+        ("labels.jsonl", '"annotator": "me"', '"annotator": 1', ("D20", "labels.jsonl:1: ", "remove it: its pair")),
+        ("labels.jsonl", '"annotator": "me"', '"annotator" "me"', ("D03", "labels.jsonl:1:", "remove it: its pair")),
+        ("candidates.jsonl", '"sources":', '"sorces":', ("D20", 'jsonl:1: "sources" is missing', "another --name")),
+        ("candidates.jsonl", '"answers": [', '"answers": ["x", ', ("D20", '"answers" and "sources" are not', "--name")),
+        ("settings.json", "{", "", ("D20", "does not say how the answers of its folder were drawn", "--name")),
+    ],
+)
+def test_a_file_edited_by_hand_is_refused_with_its_line_and_kept(
+    run: Path, name: str, written: str, edited: str, says: tuple[str, ...]
+) -> None:
     must_succeed(label(run, "--terminal", "--n", 3, typed="1\n2\n"))
-    path = run / "labels/people/labels.jsonl"
-    edited = path.read_text().replace('"annotator": "me"', '"annotator": 1', 1)
-    path.write_text(edited)
+    path = run / "labels/people" / name
+    text = path.read_text().replace(written, edited, 1)
+    path.write_text(text)
     result = label(run, "--terminal", "--n", 3)
-    assert result.exit_code == 2 and "error[D20]" in result.stderr and "labels.jsonl:1" in result.stderr
-    assert path.read_text() == edited
+    assert result.exit_code == 2 and result.stderr.count("error[") == 1, result.stderr
+    assert all(each in result.stderr for each in says), result.stderr
+    assert path.read_text() == text
 
 
 def test_without_the_packages_of_the_page_the_terminal_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def test_an_evaluation_that_a_fault_ends_goes_on(run: Path, server: StandIn) -> 
         server.every = fault
         result = rlhf("eval", "-c", run / "eval.yaml", "-s", "judges.llm.openai.concurrency=1")
         fails(result, *says, exit_code=1)
-        assert len(lines(run / "judges/llm.jsonl")) == 28 + 2 * number and not (run / "eval/manifest.json").exists()
+        assert len(stand_in_judge.answered(run)) == 28 + 2 * number and not (run / "eval/manifest.json").exists()
 
     server.every = None
     server.requests.clear()

@@ -91,6 +91,8 @@ def test_labels_that_do_not_exist_or_compare_nothing_are_refused(run: Path) -> N
     fails(
         rlhf("eval", "-c", run / "eval.yaml"), "C17", "judges.people.labels: ", "is no folder that `rlhf label` wrote"
     )
+    write(run, "eval", {**EVAL, "judges": {"people": "labels/compare"}, "eval": QUICK})
+    fails(rlhf("check", run / "eval.yaml"), "M01", "judges.people names a folder of labels", "{labels: labels/compare}")
     write(run, "eval", {**EVAL, "judges": PEOPLE, "eval": {**QUICK, "select": "people", "frontier": True}})
     fails(rlhf("check", run / "eval.yaml"), "C17", "people compares two answers")
     jsonl.write_jsonl(run / "labels/compare/labels.jsonl", [{**row, "choice": "skip"} for row in compared(run)])

@@ -48,6 +48,21 @@ def test_a_server_draws_the_tokens_of_hf_through_a_stop_and_a_restart(run_folder
     assert refused.exit_code == 2 and "models.engine.vllm.sync" in refused.stderr
 
 
+@pytest.mark.parametrize("sync", ["disk", pytest.param("lora", marks=pytest.mark.slow)])
+def test_a_server_with_the_sft_model_gets_the_policy_that_a_round_starts_from(run_folder, sync):
+    adapters = () if sync == "disk" else ("-s", "models.adapters={kind: lora, r: 3}")
+    must_succeed(ppo(run_folder, "-s", ONE, "-s", "ppo.learning_rate=0.05", *adapters))
+    (run_folder / "ppo").rename(run_folder / "before")
+    options = ("-s", f"models.policy={run_folder / 'before'}", "-s", ONE, *adapters)
+    must_succeed(ppo(run_folder, *options, "-s", f"run={run_folder}/plain"))
+
+    server = StandIn(AutoModelForCausalLM.from_pretrained(run_folder / "sft_model").eval(), 64)
+    engine = f"models.engine={{vllm: {{url: '{server.url}', sync: {sync}, wait: 0.1}}}}"
+    must_succeed(ppo(run_folder, *options, "-s", engine))
+    ours, plain = (lines(folder / "ppo/samples.jsonl") for folder in (run_folder, run_folder / "plain"))
+    assert [row["response"] for row in ours] == [row["response"] for row in plain]
+
+
 def unavailable(path: str, body: object) -> tuple[int, bytes]:
     return 503, b""
 
