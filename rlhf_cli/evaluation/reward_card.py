@@ -46,6 +46,7 @@ def card_rows(card: RewardModelCard) -> list[list[str]]:
         preferred = with_interval(longer.preferred, longer.ci95)
         rows.append(_row("longer answer preferred", f"{preferred}; by people {longer.chosen:.3f}"))
 
+    rows += _debiasing_rows(card)
     for name, probe in card.adversarial.probes.items():
         beats = with_interval(probe.beats, probe.ci95)
         rows.append(
@@ -57,6 +58,22 @@ def card_rows(card: RewardModelCard) -> list[list[str]]:
             )
         )
     return rows
+
+
+def _debiasing_rows(card: RewardModelCard) -> list[list[str]]:
+    """Return accuracy and length correlation of the scores that the model does not give: without or with debiasing."""
+    found = card.length_debiasing
+    if found is None:
+        return []
+    scores = f"{'without' if found.applied else 'with'} length debiasing"
+    other = found.raw if found.applied else found.debiased
+    gain = with_interval(found.accuracy_difference, found.accuracy_difference_ci95, sign="+")
+    accuracy = with_interval(other.accuracy, other.accuracy_ci95)
+    correlation = with_interval(other.length_correlation, other.length_correlation_ci95)
+    return [
+        _row(f"rank correlation {scores}", correlation),
+        _row(f"accuracy {scores}", f"{accuracy}; debiasing adds {gain}"),
+    ]
 
 
 def _row(quantity: str, value: str, limit: str = "", is_flagged: bool = False) -> list[str]:

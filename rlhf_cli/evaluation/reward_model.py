@@ -24,6 +24,7 @@ from rlhf_cli.statistics import (
     share_interval,
     wilson,
     wilson_difference,
+    with_interval,
 )
 
 if TYPE_CHECKING:  # numpy takes long to import
@@ -282,7 +283,18 @@ def _length_bias(card: RewardModelCard) -> Problem:
     if card.longer_answer:
         text += f"; the longer answer is the chosen one in {card.longer_answer.chosen:.0%} of the evaluation pairs"
     hint = "balance the pairs by length, or set ppo.overlong_penalty, and monitor objective/response_length"
-    return Problem("R10", text, hint=hint)
+    gain = describe_debiasing(card)
+    return Problem("R10", text, hint=f"{gain}; or {hint}" if gain else hint)
+
+
+def describe_debiasing(card: RewardModelCard) -> str:
+    """Return what `reward.length_debias` would change on the card's pairs as advice; empty if applied or not known."""
+    found = card.length_debiasing
+    if found is None or found.applied:
+        return ""
+    correlation = with_interval(found.debiased.length_correlation, found.debiased.length_correlation_ci95)
+    change = with_interval(found.accuracy_difference, found.accuracy_difference_ci95, sign="+")
+    return f"set reward.length_debias: true, which brings it to {correlation} and changes the accuracy by {change}"
 
 
 def _winning_probe(name: str, card: RewardModelCard) -> Problem:

@@ -124,9 +124,9 @@ def test_normalized_on_answers_that_end_as_the_pairs(stages: Path, monkeypatch: 
     measured: list[list[list[int]]] = []
     plain = reward.normalize_scores
 
-    def recorded(config: Any, scorer: Any, rows: list[list[int]], group: Any) -> dict[str, float]:
+    def recorded(config: Any, scorer: Any, rows: list[list[int]], *rest: Any) -> Any:
         measured.append(rows)
-        return plain(config, scorer, rows, group)
+        return plain(config, scorer, rows, *rest)
 
     monkeypatch.setattr(reward, "normalize_scores", recorded)
     must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
