@@ -51,6 +51,10 @@ CARD = {  # by reward.normalize
     "sft": f"{SCORES} The raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the "
     "SFT model's own answers; the score that PPO uses is `(raw - reward_mean) / reward_std`.",
 }
+DEBIASED = (
+    " Where config.json has a `reward_length_slope`, first `reward_length_slope * (tokens - reward_length_mean)` is "
+    "subtracted from the raw score; the tokens are those of the answer with its end."
+)
 PairRows = list[dict[str, Any]]
 
 
@@ -85,7 +89,7 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
             rows,
             tokenizer,
             stop_token_id=stop_id,
-            note=CARD[config.reward.normalize],
+            note=_card_note(config),
             trackers=trackers,
         )
         del trainer
@@ -123,6 +127,11 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
     stage.complete({**fields, **scale, "step": steps})
     if card:
         print_card(card)
+
+
+def _card_note(config: RewardConfig) -> str:
+    """Return the sentences of the model card on the scores."""
+    return CARD[config.reward.normalize] + (DEBIASED if config.reward.length_debias else "")
 
 
 def load_tokenizer_and_models(
