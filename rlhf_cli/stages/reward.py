@@ -469,7 +469,7 @@ def make_report_card(
         },
         process_group,
     )
-    pairs = _scored_pairs(rows, scores.pop("chosen_ids"), scores.pop("rejected_ids"))
+    pairs = scored_pairs(rows, scores.pop("chosen_ids"), scores.pop("rejected_ids"))
 
     judged = pairs
     applied = trend if config.reward.length_debias else None
@@ -517,7 +517,7 @@ def _without_trend(
     return list(map(trend.without, scores, lengths))
 
 
-def _scored_pairs(rows: PairRows, chosen: Sequence[float], rejected: Sequence[float]) -> list[ScoredPair]:
+def scored_pairs(rows: PairRows, chosen: Sequence[float], rejected: Sequence[float]) -> list[ScoredPair]:
     """Return the pairs with their raw scores, as the report card reads them."""
     pairs = []
     for row, chosen_score, rejected_score in zip(rows, chosen, rejected, strict=True):

@@ -66,6 +66,22 @@ def reward(
     return result, json.loads((folder / "reward/manifest.json").read_text())
 
 
+@pytest.fixture
+def wordy_sft(world: World, tmp_path: Path) -> Path:
+    """An SFT model whose answers are as long as those of the pairs."""
+    draw = random.Random(2)
+    pairs = [longer_is_better(draw) for _ in range(96)]
+    rows = [{"prompt": pair["prompt"], "completion": pair[side]} for pair in pairs for side in ("chosen", "rejected")]
+    jsonl.write_jsonl(tmp_path / "sft.jsonl", rows)
+    sections = {
+        "model": {"path": str(world.base)},
+        "data": {"train": "sft.jsonl"},
+        "sft": {"max_steps": 100, "learning_rate": 5e-3, "max_length": 100},
+    }
+    must_succeed(rlhf("sft", "-c", world.config(tmp_path, "sft", **sections)))
+    return tmp_path / "sft"
+
+
 def test_a_planted_length_bias_is_flagged(world: World, tmp_path: Path) -> None:
     result, manifest = reward(world, tmp_path, longer_is_better, n=96, steps=40)
     card = manifest["card"]
@@ -111,9 +127,9 @@ def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, mon
     assert max(longest) == 128, "probes are cut to the model's context"
 
 
-def test_length_debiasing_removes_a_planted_bias(world: World, tmp_path: Path, sft_stage: Path) -> None:
-    """Of the same model, trained without the key: the card says what it would do, and then the run does it."""
-    samples = {"sft": sft_stage, "normalize": "sft", "normalize_samples": 256}
+def test_length_debiasing_removes_a_planted_bias(world: World, tmp_path: Path, wordy_sft: Path) -> None:
+    """The same training with the key has what the card without it says."""
+    samples = {"sft": wordy_sft, "normalize": "sft", "normalize_samples": 256}
     result, plain = reward(world, tmp_path, longer_is_better, n=96, steps=40, **samples)
     promise = plain["card"]["length_debiasing"]
     assert not promise["applied"] and promise["raw"]["length_correlation"] == plain["card"]["length_correlation"] > 0.8
@@ -122,12 +138,13 @@ def test_length_debiasing_removes_a_planted_bias(world: World, tmp_path: Path, s
     again = ("--fresh", "-s", "reward.length_debias=true")
     result = must_succeed(rlhf("reward", "-c", tmp_path / "reward.yaml", *again))
     manifest = json.loads((tmp_path / "reward/manifest.json").read_text())
-    found, card = manifest["card"]["length_debiasing"], manifest["card"]
+    card = manifest["card"]
+    found = card["length_debiasing"]
     assert found == {**promise, "applied": True} and manifest["reward_length_slope"] == promise["slope"] > 0
     assert manifest["reward_mean"] == pytest.approx(plain["reward_mean"])
     assert manifest["reward_std"] < plain["reward_std"]
-    assert card["length_correlation"] == found["debiased"]["length_correlation"] < 0.3 < plain["card"]["accuracy"]
-    assert (card["accuracy"], manifest["metrics"]["accuracy"]) == (found["debiased"]["accuracy"],) * 2
+    assert card["length_correlation"] == found["debiased"]["length_correlation"] < 0.5
+    assert card["accuracy"] == manifest["metrics"]["accuracy"] == found["debiased"]["accuracy"]
     assert "rank correlation without length debiasing" in result.stdout
 
     scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward/model").eval()
