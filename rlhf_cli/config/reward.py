@@ -26,7 +26,7 @@ class RewardSettings(TrainerSettings):
         if not self.length_debias:
             return self
         if self.normalize == "none":
-            text = "length_debias measures the slope on the answers of normalize: sft, and normalize is none"
+            text = "length_debias measures its slope on the answers of normalize: sft"
             raise invalid(text, "set normalize: sft, or remove length_debias", "length_debias")
         if self.normalize_samples < MIN_DEBIAS_ANSWERS:
             text = f"length_debias needs at least {MIN_DEBIAS_ANSWERS} answers, and normalize_samples is "
