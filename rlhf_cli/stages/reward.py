@@ -448,7 +448,7 @@ def make_report_card(
 ) -> tuple[RewardModelCard | None, dict[str, float]]:
     """Return the report card on the evaluation pairs, in raw scores, and TRL's metrics; None and {} without pairs.
 
-    With `reward.length_debias` the card's scores are those without the `trend`.
+    With `reward.length_debias` the card is of the scores without the `trend`, and the metrics of all, as in training.
     Warns R10-R12 of the card's flags. Raises RLHFError R01 if scores are not finite.
     """
     if not rows:
@@ -484,13 +484,11 @@ def make_report_card(
     for problem in problems:
         terminal.warn(problem.code, problem.text, where=shown(config.folder), hint=problem.hint)
     card = reward_model.with_flags(card, problems)
-    assert card.margin is not None, "only cards of older versions have none"
-
     batch_size = config.reward.per_device_eval_batch_size * process_group.world_size
     metrics = {
         "loss": _evaluation_loss(config, pairs, [row.get("margin", 0.0) for row in rows]),
-        "accuracy": card.accuracy,
-        "margin": card.margin,
+        "accuracy": sum(pair.right for pair in pairs) / len(pairs),
+        "margin": sum(pair.margin for pair in pairs) / len(pairs),
         **_score_range(pairs, batch_size),
     }
     return card, metrics
