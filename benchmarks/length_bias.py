@@ -197,7 +197,7 @@ def print_table(scores: dict[str, Any]) -> None:
             name,
             f"{trend.slope:.4f}",
             with_interval(debiased.accuracy, debiased.accuracy_ci95),
-            with_interval(found.accuracy_difference, found.accuracy_difference_ci95, sign="+") if trend.slope else "",
+            with_interval(found.accuracy_difference, found.accuracy_difference_ci95, sign="+"),
             with_interval(debiased.length_correlation, debiased.length_correlation_ci95),
         ]
         print(f"| {' | '.join(cells)} |")

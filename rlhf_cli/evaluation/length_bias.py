@@ -65,11 +65,11 @@ def compare(pairs: Sequence[ScoredPair], trend: LengthTrend, *, applied: bool) -
     `applied`: the reward model subtracts it.
     """
     debiased = debias(pairs, trend)
-    difference, interval = paired_difference(
-        [pair.right for pair in debiased],
-        [pair.right for pair in pairs],
-        [pair.prompt for pair in pairs],
-    )
+    after = [pair.right for pair in debiased]
+    before = [pair.right for pair in pairs]
+    difference, interval = paired_difference(after, before, [pair.prompt for pair in pairs])
+    if after == before:  # ties alone have a variance that is not known
+        interval = None
     return LengthDebiasing(
         slope=trend.slope,
         applied=applied,

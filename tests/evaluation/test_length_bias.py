@@ -66,6 +66,11 @@ def test_results_before_and_after() -> None:
     assert (found.debiased.length_correlation, tuple(found.debiased.length_correlation_ci95)) == expected
 
 
+def test_a_slope_that_moves_no_pair_has_no_interval() -> None:
+    found = compare(MANY, LengthTrend(slope=1e-6, mean_length=20.0), applied=False)
+    assert (found.accuracy_difference, found.accuracy_difference_ci95) == (0.0, None)
+
+
 def card(applied: bool) -> RewardModelCard:
     plain = reward_model.make_card(debias(MANY, TREND) if applied else MANY, Adversarial(n=1, probes={}))
     return plain.with_changes(length_debiasing=compare(MANY, TREND, applied=applied))
