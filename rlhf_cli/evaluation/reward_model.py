@@ -288,9 +288,9 @@ def _length_bias(card: RewardModelCard) -> Problem:
 
 
 def describe_debiasing(card: RewardModelCard) -> str:
-    """Return what `reward.length_debias` would change on the card's pairs as advice; empty if applied or not known."""
+    """Return the advice to set `reward.length_debias`, with its effect; empty if that is not known to remove R10."""
     found = card.length_debiasing
-    if found is None or found.applied:
+    if found is None or found.applied or _is_beyond_limit(found.debiased.length_correlation_ci95):
         return ""
     correlation = with_interval(found.debiased.length_correlation, found.debiased.length_correlation_ci95)
     change = with_interval(found.accuracy_difference, found.accuracy_difference_ci95, sign="+")
@@ -319,7 +319,11 @@ def ece_limit(card: RewardModelCard) -> float:
 
 def is_length_biased(card: RewardModelCard) -> bool:
     """Return True (R10) if the entire interval of the length correlation is beyond the limit."""
-    low, high = card.length_correlation_ci95
+    return _is_beyond_limit(card.length_correlation_ci95)
+
+
+def _is_beyond_limit(correlation_ci95: Sequence[float]) -> bool:
+    low, high = correlation_ci95
     return low > MAX_LENGTH_CORRELATION or high < -MAX_LENGTH_CORRELATION
 
 

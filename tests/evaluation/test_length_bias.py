@@ -86,6 +86,14 @@ def test_the_card_says_what_it_would_gain() -> None:
     assert "; debiasing adds +0.333 [" in rows["accuracy with length debiasing"]
 
 
+def test_no_advice_to_subtract_a_slope_that_does_not_suffice() -> None:
+    plain = reward_model.make_card(MANY, Adversarial(n=1, probes={}))
+    weak = plain.with_changes(length_debiasing=compare(MANY, LengthTrend(0.01, 20.0), applied=False))
+    assert describe_debiasing(weak) == "" and "accuracy with length debiasing" in {row[0] for row in card_rows(weak)}
+    (problem,) = (problem for problem in find_problems(weak) if problem.code == "R10")
+    assert problem.hint and problem.hint.startswith("balance the pairs")
+
+
 def test_the_card_says_what_it_gained() -> None:
     debiased = card(applied=True)
     assert describe_debiasing(debiased) == "" and debiased.accuracy == 1.0
