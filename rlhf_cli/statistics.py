@@ -335,9 +335,10 @@ def within_noise(scores: Mapping[Any, Sequence[float]], groups: Sequence[Hashabl
     return [name for name, gap, bound in zip(scores, gaps, bounds, strict=True) if gap <= bound]
 
 
-def with_interval(value: float, bounds: Sequence[float] | None) -> str:
-    """Return a value as text for reports, with its 95 % interval if there is one."""
-    return f"{value:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else f"{value:.3f}"
+def with_interval(value: float, bounds: Sequence[float] | None, *, sign: str = "") -> str:
+    """Return a value as text for reports, with its 95 % interval if there is one; `sign` "+" marks positive values."""
+    numbers = [f"{number:{sign}.3f}" for number in (value, *(bounds or ()))]
+    return f"{numbers[0]} [{numbers[1]}, {numbers[2]}]" if bounds else numbers[0]
 
 
 def best_of_n_kl(n: int) -> float:

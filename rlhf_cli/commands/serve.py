@@ -25,6 +25,7 @@ PLAIN = "--generation-config vllm"  # sample from the full softmax by default, a
 # By default a score is the sigmoid of the logit. A key as an option needs no quotes, so $(rlhf serve RUN) works.
 LOGITS = "--runner pooling --no-enable-prefix-caching --pooler-config.use_activation false"
 REQUEST = 'POST /pooling {"model": "reward", "input": [IDS of prompt, response and stop token]}; score: data[0].data'
+DEBIASED = "reward.length_debias is not part of a served score: its formula is in the README.md of the model"
 ROLLOUTS = f"--logprobs-mode processed_logprobs {PLAIN} --no-enable-chunked-prefill --max-num-batched-tokens"
 VARIABLES = "env VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
@@ -69,7 +70,10 @@ def model_server(folder: Path, stage: str | None, options: Options) -> tuple[str
         served = f"{place} --served-model-name {name}"
 
     line = f"vllm serve {served} {settings}"
-    context = load.context_length(load.read_config(model.model, options.trust_remote_code))
+    body = load.read_config(model.model, options.trust_remote_code)
+    if hasattr(body, "reward_length_slope"):
+        terminal.say(f"serve    {DEBIASED}")
+    context = load.context_length(body)
     if context:
         line += f" --max-model-len {context}"
     return line, missing

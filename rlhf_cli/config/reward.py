@@ -1,14 +1,15 @@
 """Config of reward.yaml."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from rlhf_cli.config.base import ModelPath
-from rlhf_cli.config.machinery.section import AtLeastTwo
+from rlhf_cli.config.machinery.section import AtLeastTwo, invalid
 from rlhf_cli.config.sections import PairConfig, RewardModel, TrainerSettings
 
 SAMPLING_BATCH_SIZE = 64  # answers that are sampled at a time for reward.normalize
+MIN_DEBIAS_ANSWERS = 32  # of them tell the slope of score on length to 18 % of the scores' deviation
 
 
 class RewardSettings(TrainerSettings):
@@ -19,6 +20,20 @@ class RewardSettings(TrainerSettings):
     center_rewards_coefficient: NonNegativeFloat | None = 0.01
     normalize: Literal["none", "sft"] = "sft"
     normalize_samples: AtLeastTwo = 256
+    length_debias: bool = False
+
+    @model_validator(mode="after")
+    def _check_length_debias(self) -> Self:
+        if not self.length_debias:
+            return self
+        if self.normalize == "none":
+            text = "length_debias measures its slope on the answers of normalize: sft"
+            raise invalid(text, "set normalize: sft, or remove length_debias", "length_debias")
+        if self.normalize_samples < MIN_DEBIAS_ANSWERS:
+            text = f"length_debias needs at least {MIN_DEBIAS_ANSWERS} answers, and normalize_samples is "
+            text += str(self.normalize_samples)
+            raise invalid(text, f"set normalize_samples: {MIN_DEBIAS_ANSWERS} or more", "normalize_samples")
+        return self
 
     @property
     def keeps_another_checkpoint(self) -> bool:

@@ -24,6 +24,7 @@ from rlhf_cli.statistics import (
     share_interval,
     wilson,
     wilson_difference,
+    with_interval,
 )
 
 if TYPE_CHECKING:  # numpy takes long to import
@@ -282,7 +283,18 @@ def _length_bias(card: RewardModelCard) -> Problem:
     if card.longer_answer:
         text += f"; the longer answer is the chosen one in {card.longer_answer.chosen:.0%} of the evaluation pairs"
     hint = "balance the pairs by length, or set ppo.overlong_penalty, and monitor objective/response_length"
-    return Problem("R10", text, hint=hint)
+    gain = describe_debiasing(card)
+    return Problem("R10", text, hint=f"{gain}; or {hint}" if gain else hint)
+
+
+def describe_debiasing(card: RewardModelCard) -> str:
+    """Return the advice to set `reward.length_debias`, with its effect; empty if that is not known to remove R10."""
+    found = card.length_debiasing
+    if found is None or found.applied or _is_beyond_limit(found.debiased.length_correlation_ci95):
+        return ""
+    correlation = with_interval(found.debiased.length_correlation, found.debiased.length_correlation_ci95)
+    change = with_interval(found.accuracy_difference, found.accuracy_difference_ci95, sign="+")
+    return f"set reward.length_debias: true, which brings it to {correlation} and changes the accuracy by {change}"
 
 
 def _winning_probe(name: str, card: RewardModelCard) -> Problem:
@@ -307,7 +319,11 @@ def ece_limit(card: RewardModelCard) -> float:
 
 def is_length_biased(card: RewardModelCard) -> bool:
     """Return True (R10) if the entire interval of the length correlation is beyond the limit."""
-    low, high = card.length_correlation_ci95
+    return _is_beyond_limit(card.length_correlation_ci95)
+
+
+def _is_beyond_limit(correlation_ci95: Sequence[float]) -> bool:
+    low, high = correlation_ci95
     return low > MAX_LENGTH_CORRELATION or high < -MAX_LENGTH_CORRELATION
 
 

@@ -132,6 +132,7 @@ class MicroBatch:
 
         ids             [[5, 6, 8, 2], [7, 2, 0, 0]]
         lengths         [4, 2]
+        response_lengths [2, 1]
         row_index       [0, 0, 1]
         logit_position  [1, 2, 0]
         token_index     [0, 1, 0]
@@ -141,6 +142,7 @@ class MicroBatch:
     rows: Tensor  # (n,) int64: rows of the rollout
     ids: Tensor  # (n, L) int64, right-padded: causal attention keeps padding away from real tokens
     lengths: Tensor  # (n,) int64: real tokens of each row
+    response_lengths: Tensor  # (n,) int64: those of its response
     row_index: Tensor  # (N,) int64: row of `ids` that holds each response token
     logit_position: Tensor  # (N,) int64: column of `ids` that predicts it, one before its own
     token_index: Tensor  # (N,) int64: its position in the response
@@ -388,6 +390,7 @@ class Rollout:
             rows,
             ids=torch.where(offsets < lengths[:, None], ids, 0),
             lengths=lengths,
+            response_lengths=self.response_lengths[rows],
             row_index=row,
             logit_position=prompt_lengths[row] + token - 1,
             token_index=token,

@@ -104,21 +104,35 @@ def logit_chunks(model: Any, num_tokens: int) -> list[slice]:
     return slices(num_tokens, size)
 
 
-def _head_scores(model: Any, hidden: Tensor) -> Tensor:
-    """Return scores (N,) of hidden states (N, H), float32 or wider, normalised by config.reward_mean and reward_std."""
+def _head_scores(model: Any, hidden: Tensor, lengths: Tensor) -> Tensor:
+    """Return scores (N,) of hidden states (N, H) behind answers of `lengths` (N,), float32 or wider and normalised."""
     with torch.autocast(hidden.device.type, enabled=False):  # rounding a score to bfloat16 would lose two digits
         raw = model.score(hidden.to(model.score.weight.dtype))[:, 0]
     raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
-    mean = getattr(model.config, "reward_mean", 0.0)
-    std = getattr(model.config, "reward_std", 1.0)
-    return (raw - mean) / std
+    return scale_scores(model.config, raw, lengths)
+
+
+def scale_scores(config: Any, raw: Any, lengths: Any) -> Any:
+    """Return raw scores of answers of these lengths on the scale that the reward stage stored in a model's config.
+
+    Of numbers or tensors (N,). `reward.normalize` stores mean and deviation, `reward.length_debias` the slope.
+    """
+    slope = getattr(config, "reward_length_slope", 0.0)  # of the raw score, per token
+    mean_length = getattr(config, "reward_length_mean", 0.0)
+    mean = getattr(config, "reward_mean", 0.0)
+    std = getattr(config, "reward_std", 1.0)
+    return (raw - slope * (lengths - mean_length) - mean) / std
 
 
 def response_values(model: nn.Module, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
-    """Return the values (N,) before each response token; a `ValueHead` reads the policy's `hidden` states (N, H)."""
+    """Return the values (N,) before each response token; a `ValueHead` reads the policy's `hidden` states (N, H).
+
+    The value of a scalar model is the score that it gives to the answer so far.
+    """
     if isinstance(model, ValueHead):
         return model(hidden)
-    return _head_scores(model, _states_before_responses(model.base_model, micro))
+    hidden = _states_before_responses(model.base_model, micro)
+    return _head_scores(model, hidden, micro.token_index)
 
 
 def pooled_scores(model: Any, micro: MicroBatch, end_token_id: int | None = None) -> Tensor:
@@ -136,7 +150,7 @@ def pooled_scores(model: Any, micro: MicroBatch, end_token_id: int | None = None
     last = torch.where(counts, columns, 0).amax(1)
     rows = torch.arange(len(ids), device=ids.device)
     hidden = packing.hidden_states_at(model.base_model, ids, micro.lengths, row=rows, column=last)
-    return _head_scores(model, hidden)
+    return _head_scores(model, hidden, micro.response_lengths)
 
 
 @torch.no_grad()

@@ -36,7 +36,8 @@ BLOCK_SIZE = 64
 MIN_REACHED = 0.5  # of the weights in matrices: adapters on fewer are warned of
 MIN_COUNTED = 0.01  # of these weights: smaller kinds of matrices, such as routers, are not named
 # Fields that training adds to the base model's config.
-TRAINED_CONFIG_FIELDS = ("reward_mean", "reward_std", "reward_at_stop_token")
+SCALE_FIELDS = ("reward_mean", "reward_std", "reward_length_slope", "reward_length_mean")  # `forward.scale_scores`
+TRAINED_CONFIG_FIELDS = (*SCALE_FIELDS, "reward_at_stop_token")
 
 
 def prepare_for_training(config: TRLConfig, parent: Parent | None, model: Any, tokenizer: Any) -> Any:

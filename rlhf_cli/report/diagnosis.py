@@ -18,7 +18,7 @@ from rlhf_cli.evaluation.report_text import (
     summary_sentence,
     worth_sentences,
 )
-from rlhf_cli.evaluation.reward_model import mean_confidence
+from rlhf_cli.evaluation.reward_model import describe_debiasing, mean_confidence
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report.formats import count, interval_text, number, percent
@@ -236,8 +236,9 @@ def _flags(stage: Stage, card: RewardModelCard) -> Iterator[Finding]:
             rejected.append(f"pairs in which {probe if found else 'such an answer'} is rejected")
 
     exploit = "it" if len(rejected) == 1 else "each of them"
+    debiasing = describe_debiasing(card)
     advice = {
-        "R10": "set ppo.overlong_penalty; add pairs in which the shorter answer is the chosen one",
+        "R10": debiasing or "set ppo.overlong_penalty; add pairs in which the shorter answer is the chosen one",
         "R11": f"add {', and '.join(rejected)}: PPO will exploit {exploit}",
         "R12": _recalibrate(stage, card),
     }

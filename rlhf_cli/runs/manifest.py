@@ -88,6 +88,8 @@ class Manifest(StrictModel):
     step: int | None = None
     reward_mean: float | None = None  # by which the scores of a reward model are normalized
     reward_std: float | None = None
+    reward_length_slope: float | None = None  # raw score per token that `reward.length_debias` subtracts
+    reward_length_mean: float | None = None
     trust_remote_code: bool = False
     best: BestStep | None = None
 

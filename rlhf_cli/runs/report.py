@@ -244,6 +244,26 @@ class LongerAnswer(StrictModel):
     chosen: Share
 
 
+class LengthResult(StrictModel):
+    """Accuracy and length bias of one kind of scores on the evaluation pairs."""
+
+    accuracy: Share
+    accuracy_ci95: Bounds
+    length_correlation: float
+    length_correlation_ci95: Bounds
+
+
+class LengthDebiasing(StrictModel):
+    """What `reward.length_debias` does to a reward model's results, or would do if it is not applied."""
+
+    slope: float  # of the raw score, per token
+    applied: bool
+    raw: LengthResult
+    debiased: LengthResult
+    accuracy_difference: float  # debiased - raw
+    accuracy_difference_ci95: Interval = None
+
+
 class CardFlag(StrictModel):
     """A limit that a card exceeds by more than chance."""
 
@@ -313,6 +333,7 @@ class RewardModelCard(RewardModelAccuracy):
     length_correlation: float
     length_correlation_ci95: Bounds
     longer_answer: LongerAnswer | None = None
+    length_debiasing: LengthDebiasing | None = None  # None: not applied, and not needed or not known
     adversarial: Adversarial
     kept_step: KeptStep | None = None  # None: only the last step could be kept
     label_errors: LabelErrors | None = None  # None: too few repeated pairs, or none with two labels that differ

@@ -16,17 +16,18 @@ from transformers import set_seed
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.reward import SAMPLING_BATCH_SIZE, RewardConfig
+from rlhf_cli.config.reward import MIN_DEBIAS_ANSWERS, SAMPLING_BATCH_SIZE, RewardConfig
 from rlhf_cli.data.label_noise import label_noise
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import header_of_answers
 from rlhf_cli.errors import RLHFError, at_location, shown
-from rlhf_cli.evaluation import reward_model, reward_probes
+from rlhf_cli.evaluation import length_bias, reward_model, reward_probes
+from rlhf_cli.evaluation.length_bias import LengthTrend
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.evaluation.reward_probes import POLITE_ANSWER
-from rlhf_cli.models import build, devices, load, lora, row_trial, save
-from rlhf_cli.models.batch import Prompts, right_pad
+from rlhf_cli.models import build, devices, forward, load, lora, row_trial, save
+from rlhf_cli.models.batch import Prompts, right_pad, stop_ids
 from rlhf_cli.models.initial import check_initial, find_initial
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
@@ -53,6 +54,10 @@ CARD = {  # by reward.normalize
     "sft": f"{SCORES} The raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the "
     "SFT model's own answers; the score that PPO uses is `(raw - reward_mean) / reward_std`.",
 }
+DEBIASED = (
+    " Where config.json has a `reward_length_slope`, first `reward_length_slope * (tokens - reward_length_mean)` is "
+    "subtracted from the raw score; the tokens are those of the answer with its end."
+)
 PairRows = list[dict[str, Any]]
 
 
@@ -99,7 +104,7 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
             rows,
             tokenizer,
             stop_token_id=stop_id,
-            note=CARD[config.reward.normalize],
+            note=_card_note(config),
             trackers=trackers,
         )
         del trainer
@@ -115,20 +120,22 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
         devices.release_memory()
 
         scorer = trl_training.load_saved_model(load.load_reward_model, config, stage.options, in_memory.base)
-        card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
+        scale: dict[str, float] = {}
+        trend = None
+        if answers:
+            with Progress("reward: normalize", 1, "pass", brief=True) as bar:
+                lengths = answer_lengths(config, stage.parents["model.path"], tokenizer, rows, answers=answers)
+                scale, trend = normalize_scores(config, scorer, answers, lengths, process_group)
+                bar.advance()
+            process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
+
+        card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, trend, process_group=process_group)
         if card:
             card = card.with_changes(label_errors=label_errors(rows))
         if card and kept_step:  # the log has an evaluation of the last step
             card = card.with_changes(kept_step=kept_step)
         elif card:
             trl_training.log_final_evaluation(log, steps, metrics)
-
-    scale: dict[str, float] = {}
-    if answers:
-        with Progress("reward: normalize", 1, "pass", brief=True) as bar:
-            scale = normalize_scores(config, scorer, answers, process_group)
-            bar.advance()
-        process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
 
     fields["metrics"] = card.headline() if card else {}
     if card:
@@ -146,6 +153,11 @@ def _step_fields(steps: int, kept: KeptStep | None) -> dict[str, Any]:
     if kept is None:
         return {"step": steps}
     return {"model_is": "the last step" if kept.step == steps else "the best step", "step": kept.step}
+
+
+def _card_note(config: RewardConfig) -> str:
+    """Return the sentences of the model card on the scores."""
+    return CARD[config.reward.normalize] + (DEBIASED if config.reward.length_debias else "")
 
 
 def load_tokenizer_and_models(
@@ -194,6 +206,8 @@ def load_tokenizer_and_models(
     if adapters and initial:
         lora.load_adapter_weights(trained, initial.model)
     trained.config.reward_at_stop_token = True  # where its scores are read, also of a copy without the stage's manifest
+    for field in lora.SCALE_FIELDS:  # of the reward model that it starts from
+        vars(trained.config).pop(field, None)
     return tokenizer, trained, sft_model
 
 
@@ -283,8 +297,6 @@ def _batch_scores(scorer: Any, rows: list[list[int]], *, bf16: bool) -> list[flo
 
 def reference_probes(scorer: Any, rows: PairRows, *, bf16: bool = False) -> list[dict[str, Any]]:
     """Return some rows, chosen and rejected alternating, with the normalized scores PPO must reproduce (M09)."""
-    mean = getattr(scorer.config, "reward_mean", 0.0)
-    deviation = getattr(scorer.config, "reward_std", 1.0)
     probes = []
     for number, row in enumerate(rows[:NUM_PROBES]):
         ids = row["rejected_ids" if number % 2 else "chosen_ids"]
@@ -294,7 +306,7 @@ def reference_probes(scorer: Any, rows: PairRows, *, bf16: bool = False) -> list
             {
                 "prompt_ids": ids[:start],
                 "response_ids": ids[start:],
-                "score": (raw - mean) / deviation,
+                "score": forward.scale_scores(scorer.config, raw, len(ids) - start),
             }
         )
     return probes
@@ -386,19 +398,69 @@ def _sampled_prompts(config: RewardConfig, rows: PairRows) -> list[list[int]]:
     return [list(distinct[i]) for i in drawn]
 
 
+@dataclass
+class AnswerLengths:
+    """Tokens of each sampled answer, with its end, and whether it has an end."""
+
+    tokens: list[int]
+    ended: list[bool]
+
+
+def answer_lengths(
+    config: RewardConfig, parent: Parent, tokenizer: Any, rows: PairRows, *, answers: list[list[int]]
+) -> AnswerLengths:
+    """Return the lengths of the answers of `sample_answers`."""
+    prompts = _sampled_prompts(config, rows)
+    stops = stop_ids(model_loading.stop_token_id(tokenizer, parent, len(tokenizer)))
+    return AnswerLengths(
+        tokens=[len(ids) - len(prompt) for ids, prompt in zip(answers, prompts, strict=True)],
+        ended=[ids[-1] in stops for ids in answers],
+    )
+
+
 def normalize_scores(
-    config: RewardConfig, scorer: Any, rows: list[list[int]], process_group: ProcessGroup
-) -> dict[str, float]:
-    """Store mean and deviation of the raw scores of `rows` in the model's config; return them for the manifest."""
+    config: RewardConfig,
+    scorer: Any,
+    rows: list[list[int]],
+    lengths: AnswerLengths,
+    process_group: ProcessGroup,
+) -> tuple[dict[str, float], LengthTrend | None]:
+    """Store the scale of the SFT answers' scores in the model's config; return it for the manifest, and the trend.
+
+    With `reward.length_debias` the trend is stored, too, and the deviation is that of the scores without it. Warns R22
+    if there is none.
+    """
     scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group, bf16=use_bf16(config))
+    trend = length_bias.fit_trend(scores, lengths.tokens, lengths.ended)
+    scale: dict[str, float] = {}
+    if config.reward.length_debias and trend is None:
+        _warn_no_trend(lengths)
+    elif config.reward.length_debias and trend is not None:
+        scores = list(map(trend.without, scores, lengths.tokens))
+        scale = {"reward_length_slope": trend.slope, "reward_length_mean": trend.mean_length}
+
+    scale |= _mean_and_deviation(scores)
+    for field, value in scale.items():
+        setattr(scorer.config, field, value)
+    return scale, trend
+
+
+def _warn_no_trend(lengths: AnswerLengths) -> None:
+    ended = [length for length, has_ended in zip(lengths.tokens, lengths.ended, strict=True) if has_ended]
+    text = f"all {len(ended)} answers of the SFT model that ended have one length"
+    if len(ended) < MIN_DEBIAS_ANSWERS:
+        text = f"{len(ended)} of {len(lengths.tokens)} answers of the SFT model ended, {MIN_DEBIAS_ANSWERS} are needed"
+    terminal.warn("R22", f"reward.length_debias changes no score: {text}")
+
+
+def _mean_and_deviation(scores: Sequence[float]) -> dict[str, float]:
+    """Return `reward_mean` and `reward_std` of the SFT answers' scores."""
     raw = torch.tensor(scores, dtype=torch.float64)
     mean = float(raw.mean())
     deviation = float(raw.std(correction=0))
     if deviation < 1e-6:
-        terminal.warn("R02", f"all {len(rows)} answers of the SFT model get the same score ({mean:.4g})")
+        terminal.warn("R02", f"all {len(scores)} answers of the SFT model get the same score ({mean:.4g})")
         deviation = 1.0
-    scorer.config.reward_mean = mean
-    scorer.config.reward_std = deviation
     return {"reward_mean": mean, "reward_std": deviation}
 
 
@@ -410,10 +472,13 @@ def make_report_card(
     scorer: Any,
     tokenizer: Any,
     rows: PairRows,
+    trend: LengthTrend | None,
+    *,
     process_group: ProcessGroup,
 ) -> tuple[RewardModelCard | None, dict[str, float]]:
     """Return the report card on the evaluation pairs, in raw scores, and TRL's metrics; None and {} without pairs.
 
+    With `reward.length_debias` the card is of the scores without the `trend`, and the metrics of all, as in training.
     Warns R10-R12 of the card's flags. Raises RLHFError R01 if scores are not finite.
     """
     if not rows:
@@ -422,33 +487,38 @@ def make_report_card(
 
     probed = reward_probes.probe_rows(rows)
     context = load.context_length(scorer.config)
+    probe_rows = [rows[i] for i in probed]
+    probes = build_probes(tokenizer, probe_rows, context, config.seed)
     scores = _score_all(
         config,
         scorer,
         {
             "chosen_ids": [row["chosen_ids"] for row in rows],
             "rejected_ids": [row["rejected_ids"] for row in rows],
-            **build_probes(tokenizer, [rows[i] for i in probed], context, config.seed),
+            **probes,
         },
         process_group,
     )
-    chosen = scores.pop("chosen_ids")
-    rejected = scores.pop("rejected_ids")
-    pairs = _scored_pairs(rows, chosen, rejected)
+    pairs = scored_pairs(rows, scores.pop("chosen_ids"), scores.pop("rejected_ids"))
 
-    adversarial = reward_probes.score_probes(scores, [chosen[i] for i in probed])
-    card = reward_model.make_card(pairs, adversarial, seed=config.seed)
+    judged = pairs
+    applied = trend if config.reward.length_debias else None
+    if applied:
+        judged = length_bias.debias(pairs, applied)
+        scores = {name: _without_trend(applied, scores[name], probe_rows, probes[name]) for name in probes}
+    adversarial = reward_probes.score_probes(scores, [judged[i].chosen for i in probed])
+    card = reward_model.make_card(judged, adversarial, seed=config.seed)
+    if trend and (applied or reward_model.is_length_biased(card)):
+        card = card.with_changes(length_debiasing=length_bias.compare(pairs, trend, applied=bool(applied)))
     problems = reward_model.find_problems(card)
     for problem in problems:
         terminal.warn(problem.code, problem.text, where=shown(config.folder), hint=problem.hint)
     card = reward_model.with_flags(card, problems)
-    assert card.margin is not None, "only cards of older versions have none"
-
     batch_size = config.reward.per_device_eval_batch_size * process_group.world_size
     metrics = {
         "loss": _evaluation_loss(config, pairs, [row.get("margin", 0.0) for row in rows]),
-        "accuracy": card.accuracy,
-        "margin": card.margin,
+        "accuracy": sum(pair.right for pair in pairs) / len(pairs),
+        "margin": sum(pair.margin for pair in pairs) / len(pairs),
         **_score_range(pairs, batch_size),
     }
     return card, metrics
@@ -467,7 +537,15 @@ def _score_all(
     return scores
 
 
-def _scored_pairs(rows: PairRows, chosen: Sequence[float], rejected: Sequence[float]) -> list[ScoredPair]:
+def _without_trend(
+    trend: LengthTrend, scores: Sequence[float], rows: PairRows, answers: Sequence[list[int]]
+) -> list[float]:
+    """Return the raw scores of answers, {prompt and answer ids} to the prompts of `rows`, without the trend."""
+    lengths = [len(ids) - len(row["prompt_ids"]) for row, ids in zip(rows, answers, strict=True)]
+    return list(map(trend.without, scores, lengths))
+
+
+def scored_pairs(rows: PairRows, chosen: Sequence[float], rejected: Sequence[float]) -> list[ScoredPair]:
     """Return the pairs with their raw scores, as the report card reads them."""
     pairs = []
     for row, chosen_score, rejected_score in zip(rows, chosen, rejected, strict=True):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ppo_folder import write
 from run_cli import must_succeed, rlhf
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli import data, jsonl, runs
 from rlhf_cli.config.base import Options
@@ -31,7 +31,7 @@ THINGS = ["river", "sun", "moon", "tree", "bird", "stone", "cloud", "fish"]
 ASKED = [[{"role": "user", "content": f"What is a {thing}?"}] for thing in THINGS]
 REWARD = {
     "model": {"path": "sft"}, "data": {"train": "pairs.jsonl"},
-    "reward": {"max_steps": 4, "normalize_samples": 16, "learning_rate": 1e-3},
+    "reward": {"max_steps": 4, "normalize_samples": 256, "length_debias": True, "learning_rate": 1e-3},
 }  # fmt: skip
 PPO = {
     "models": {"sft": "sft", "reward": "reward"},
@@ -88,57 +88,61 @@ def ids(folder: Path) -> tuple[int, int]:
 
 
 @pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], float]]:
-    """The rows that reward models score from now on, as they were drawn, and their scores."""
-    rows: list[tuple[list[int], float]] = []
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, float]]:
+    """The rows that reward models score from now on, as they were drawn, their responses' lengths, their scores."""
+    rows: list[tuple[list[int], int, float]] = []
     plain = ModelReward.__call__
 
     def recorded(source: ModelReward, rollout: Rollout) -> torch.Tensor:
         scores = plain(source, rollout)
         drawn = [rollout.prompt_tokens(row) + rollout.response_tokens(row) for row in range(len(rollout))]
-        rows.extend(zip(drawn, scores.tolist(), strict=True))
+        rows.extend(zip(drawn, rollout.response_lengths.tolist(), scores.tolist(), strict=True))
         return scores
 
     monkeypatch.setattr(ModelReward, "__call__", recorded)
     return rows
 
 
-def by_transformers(folder: Path, rows: list[list[int]]) -> list[float]:
-    """The scores of transformers' own forward, of rows that end as the pairs did."""
+def by_transformers(folder: Path, rows: list[list[int]], lengths: list[int]) -> list[float]:
+    """The scores of transformers' own forward, of rows that end as the pairs did, by the model card's formula."""
     model, (stop, pad) = AutoModelForSequenceClassification.from_pretrained(folder).eval(), ids(folder)
     assert model.config.pad_token_id == pad, "transformers reads a row that ends with it at the token before"
     rows = [[*row[:-1], stop] if row[-1] == pad else row for row in rows]
     with torch.no_grad():
         logits = [float(model(input_ids=torch.tensor([row])).logits[0, 0]) for row in rows]
-    mean, deviation = getattr(model.config, "reward_mean", 0), getattr(model.config, "reward_std", 1)
-    return [(logit - mean) / deviation for logit in logits]
+    fields = {"slope": "reward_length_slope", "mean_length": "reward_length_mean", "mean": "reward_mean"}
+    scale = {name: getattr(model.config, field, 0.0) for name, field in fields.items()}
+    raw = [score - scale["slope"] * (n - scale["mean_length"]) for score, n in zip(logits, lengths, strict=True)]
+    return [(score - scale["mean"]) / getattr(model.config, "reward_std", 1.0) for score in raw]
 
 
-def check(folder: Path, scored: list[tuple[list[int], float]]) -> None:
-    rows = [row for row, _ in scored]
+def check(folder: Path, scored: list[tuple[list[int], int, float]]) -> None:
+    rows = [row for row, *_ in scored]
     assert {*ids(folder)} < {row[-1] for row in rows}, "some rows end with each of them, others are cut off"
-    assert [score for _, score in scored] == pytest.approx(by_transformers(folder, rows), abs=1e-4)
+    lengths = [length for _, length, _ in scored]
+    assert len({*lengths}) > 1 and abs(AutoConfig.from_pretrained(folder).reward_length_slope) > 1e-3
+    assert [score for *_, score in scored] == pytest.approx(by_transformers(folder, rows, lengths), abs=1e-4)
 
 
 def test_normalized_on_answers_that_end_as_the_pairs(stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[list[list[int]]] = []
+    measured: list[Any] = []
     plain = reward.normalize_scores
 
-    def recorded(config: Any, scorer: Any, rows: list[list[int]], group: Any) -> dict[str, float]:
-        measured.append(rows)
-        return plain(config, scorer, rows, group)
+    def recorded(config: Any, scorer: Any, rows: list[list[int]], lengths: Any, group: Any) -> Any:
+        measured.append((rows, lengths.tokens))
+        return plain(config, scorer, rows, lengths, group)
 
     monkeypatch.setattr(reward, "normalize_scores", recorded)
     must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
-    (rows,) = measured
+    ((rows, lengths),) = measured
     stop, pad = ids(stages / "reward/model")
     assert stop in {row[-1] for row in rows} and pad not in {row[-1] for row in rows}
-    scores = torch.tensor(by_transformers(stages / "reward/model", rows))
+    scores = torch.tensor(by_transformers(stages / "reward/model", rows, lengths))
     assert (float(scores.mean()), float(scores.std(correction=0))) == pytest.approx((0, 1), abs=1e-4)
 
 
 @pytest.mark.parametrize("engine", ["hf", pytest.param("graph", marks=pytest.mark.slow)])
-def test_forty_updates_of_ppo(stages: Path, engine: str, scored: list[tuple[list[int], float]]) -> None:
+def test_forty_updates_of_ppo(stages: Path, engine: str, scored: list[tuple[list[int], int, float]]) -> None:
     must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
     write(stages, "ppo", PPO)
     must_succeed(rlhf("ppo", "-c", stages / "ppo.yaml", "--fresh", "-s", f"models.engine={engine}"))
@@ -152,7 +156,7 @@ def jsonl_lines(path: Path) -> list[Any]:
     return [row for _, row in jsonl.read_jsonl(path)]
 
 
-def test_verify_the_evaluation_and_the_best_of_n(stages: Path, scored: list[tuple[list[int], float]]) -> None:
+def test_verify_the_evaluation_and_the_best_of_n(stages: Path, scored: list[tuple[list[int], int, float]]) -> None:
     must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
     write(stages, "ppo", PPO)
     must_succeed(rlhf("ppo", "-c", stages / "ppo.yaml", "--fresh", "-s", "output.save_steps=39"))
@@ -171,7 +175,7 @@ def foreign(stages: Path) -> Path:
     must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
     shutil.copytree(stages / "reward/model", stages / "foreign")
     config = json.loads((stages / "foreign/config.json").read_text())
-    for field in ("reward_at_stop_token", "reward_mean", "reward_std"):
+    for field in ("reward_at_stop_token", "reward_mean", "reward_std", "reward_length_slope", "reward_length_mean"):
         assert config.pop(field)
     (stages / "foreign/config.json").write_text(json.dumps(config))
     return stages / "foreign"
@@ -190,7 +194,7 @@ def foreign(stages: Path) -> Path:
     ],
 )
 def test_a_foreign_model_reads_what_its_template_writes_behind_an_answer(
-    stages: Path, foreign: Path, scored: list[tuple[list[int], float]], stage: str, config: Any, key: str
+    stages: Path, foreign: Path, scored: list[tuple[list[int], int, float]], stage: str, config: Any, key: str
 ) -> None:
     """As TRL's RewardTrainer trains: on the template's rendering of the whole conversation."""
     (folder := stages / f"with-{stage}").mkdir()
@@ -202,10 +206,11 @@ def test_a_foreign_model_reads_what_its_template_writes_behind_an_answer(
     newline = tokenizer.encode("\n")
     conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]
     assert tokenizer.apply_chat_template(conversation, return_dict=False)[-2:] == [stop, *newline]
-    ended = [row[-1] in (stop, pad) for row, _ in scored]
+    ended = [row[-1] in (stop, pad) for row, *_ in scored]
     assert any(ended) and not all(ended)
-    rendered = [[*row[:-1], stop, *newline] if end else row for (row, _), end in zip(scored, ended, strict=True)]
-    assert [score for _, score in scored] == pytest.approx(by_transformers(foreign, rendered), abs=1e-4)
+    rendered = [[*row[:-1], stop, *newline] if end else row for (row, *_), end in zip(scored, ended, strict=True)]
+    lengths = [length for _, length, _ in scored]
+    assert [score for *_, score in scored] == pytest.approx(by_transformers(foreign, rendered, lengths), abs=1e-4)
     if stage == "ppo":
         must_succeed(rlhf("verify", folder))
         assert disagreements(compare_run(folder)) == {}

@@ -71,6 +71,12 @@ def test_adapters_of_a_policy_and_a_whole_reward_model(chat_origin: Path, monkey
     assert served(name, "--stage", "sft") == sft
     reward = f"vllm serve {name}/reward/model --served-model-name reward {SCORING} {long}\n"
     assert served(name, "--stage", "reward", says=serve.REQUEST) == reward
+    config = serve.load.read_config(f"{name}/reward/model")
+    config.reward_length_slope = 0.5
+    with monkeypatch.context() as patch:
+        patch.setattr(serve.load, "read_config", lambda *_: config)
+        both = f"{serve.DEBIASED}\nserve    {serve.REQUEST}"
+        assert served(name, "--stage", "reward", says=both) == reward
     for adapter, part in (({"r": 1}, "rank 1 "), ({"r": 33}, "rank 64 "), ({"r": 513}, "exported/ppo-")):
         monkeypatch.setattr(serve, "read_adapter", lambda _, adapter=adapter: adapter)
         assert part in rlhf("serve", name).stdout

@@ -199,6 +199,10 @@ sft: {weight_decay: .inf} | C06 sft.weight_decay: must be a finite number >= 0, 
 seed: -1 | C06 seed: must be >= 0 and < 4294967296, got -1
 run: 3 | C05 run: expected text, got 3 | write it in quotes: "3"
 """,
+    ("reward", "data: {train: t.jsonl}\nreward: {length_debias: true, LINE}\n", 2): r"""
+normalize: none | C17 reward: length_debias measures its slope on the answers of normalize: sft | set ...
+normalize_samples: 31 | C17 ...length_debias needs at least 32 answers, and normalize_samples is 31 | set normalize...
+""",
     ("sft", f"{HEAD['sft']}trainer:\n  LINE\n", 4): r"""
 neftune_noise_alfa: 5 | C01 unknown key trainer.neftune_noise_alfa: not a field of TRL's SFTConfig | did you mean ...
 learning_rat: 1 | C01 unknown key trainer.learning_rat: not a field ... | did you mean sft.learning_rate?

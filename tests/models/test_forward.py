@@ -116,6 +116,7 @@ def test_a_composite_model_has_its_pad_token_in_its_text_config(tmp_path):
 def test_values_end_where_the_score_begins():
     """The value before token t reads the state that predicts it; the score reads the state at the last token."""
     model, longer = tiny.scorer(), Rollout.from_lists(QUERIES, [[*row, 3] for row in RESPONSES])
+    model.config.reward_length_slope, model.config.reward_length_mean = 0.25, 3.0
     micro = longer.micro_batch(torch.arange(3))
     last = torch.cat([micro.row_index[1:] != micro.row_index[:-1], torch.tensor([True])])
     close(forward.response_values(model, micro)[last], forward.rollout_scores(model, ROLLOUT, max_rows=3))
@@ -127,6 +128,29 @@ def test_every_reader_shifts_and_scales(read):
     raw = read(model, micro)
     model.config.reward_mean, model.config.reward_std = 2.0, 0.5
     close(read(model, micro), (raw - 2.0) / 0.5)
+
+
+LENGTHS = {forward.pooled_scores: [3, 5, 1], forward.response_values: [0, 1, 2, 0, 1, 2, 3, 4, 0]}
+
+
+@pytest.mark.parametrize("read", LENGTHS)
+def test_every_reader_subtracts_the_slope_of_the_length(read):
+    """Of the answer, not of the row; a value is that of the answer so far."""
+    model, micro = tiny.scorer(), ROLLOUT.micro_batch(torch.arange(3))
+    raw = read(model, micro)
+    model.config.reward_mean, model.config.reward_std = 2.0, 0.5
+    model.config.reward_length_slope, model.config.reward_length_mean = 0.25, 3.0
+    longer = torch.tensor([length - 3.0 for length in LENGTHS[read]])
+    close(read(model, micro), (raw - 0.25 * longer - 2.0) / 0.5)
+
+
+@pytest.mark.parametrize("options", [{"packed": False}, {"max_tokens": 8}, {"offloaded": True}])
+def test_every_way_to_score_subtracts_the_slope(options):
+    """Padded, packed, in small micro-batches or from CPU memory, of a rollout whose prompts are padded on the left."""
+    model = tiny.scorer()
+    raw = ModelReward(model, 64)(ROLLOUT)
+    model.config.reward_length_slope, model.config.reward_length_mean = 0.25, 3.0
+    close(ModelReward(model, 2, **options)(ROLLOUT), raw - 0.25 * torch.tensor([0.0, 2.0, -2.0]))
 
 
 @pytest.mark.parametrize("family,key", [("llama", "attention_dropout"), ("gpt2", "resid_pdrop"), ("opt", "dropout")])

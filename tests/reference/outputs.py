@@ -45,12 +45,15 @@ def response_values(state: State, row: int) -> Tensor:
 
     if state.value_is_head:
         return (hidden @ state.value.score.weight[0]).cpu()
-    return classifier_score(state.value, hidden).cpu()
+    return classifier_score(state.value, hidden, torch.arange(len(hidden), device=hidden.device)).cpu()
 
 
-def classifier_score(model: Any, hidden: Tensor) -> Tensor:
-    """Return a classifier's score of each hidden state, normalized by its config's reward_mean and reward_std."""
+def classifier_score(model: Any, hidden: Tensor, length: Tensor | int) -> Tensor:
+    """Return a classifier's score of each hidden state, behind answers of this length, on its config's scale."""
     raw: Tensor = model.score(hidden)[..., 0]
+    raw = raw - getattr(model.config, "reward_length_slope", 0.0) * (
+        length - getattr(model.config, "reward_length_mean", 0.0)
+    )
     mean = getattr(model.config, "reward_mean", 0.0)
     deviation = getattr(model.config, "reward_std", 1.0)
     return (raw - mean) / deviation

@@ -41,7 +41,7 @@ def model_scores(
         if end is None or end == pad:
             last = max((i for i, token in enumerate(row) if token != pad), default=0)
         hidden = model.base_model(input_ids=row_ids(row, [], model), use_cache=False).last_hidden_state
-        scores.append(float(classifier_score(model, hidden[0, last])))
+        scores.append(float(classifier_score(model, hidden[0, last], len(response))))
     return scores
 
 

@@ -178,6 +178,10 @@ def test_retokenizing_by_hand():
     again = Rollout.from_lists([[1, 3], [4]], [[6, 9, 7], [6]])
     assert retokenizing()(rollout).tolist() == plain(again).tolist()
 
+    source = retokenizing()
+    source.model.config.reward_length_slope, source.model.config.reward_length_mean = 0.5, 1.0
+    assert (plain(again) - source(rollout)).tolist() == pytest.approx([0.5 * 2, 0.0], abs=1e-6), "of its own tokens"
+
 
 def test_a_prompt_that_is_added_later_keeps_its_text():
     source = retokenizing(prompts={(1, 2): [11]})

@@ -51,19 +51,35 @@ def kinder_is_better(draw: random.Random) -> dict[str, str]:
 
 
 def reward(
-    world: World, folder: Path, pair: Callable[[random.Random], dict[str, str]], *, n: int, steps: int
+    world: World, folder: Path, pair: Callable[[random.Random], dict[str, str]], *, n: int, steps: int, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The command's result, and the manifest, of a model trained on n such pairs and looked at on 128 others."""
     for name, seed, count in (("train", 0, n), ("eval", 1, 128)):
         draw = random.Random(seed)
         jsonl.write_jsonl(folder / f"{name}.jsonl", [pair(draw) for _ in range(count)])
     sections = {
-        "model": {"path": str(world.base)},
+        "model": {"path": str(settings.pop("sft", world.base))},
         "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
-        "reward": {"max_steps": steps, "learning_rate": 3e-3, "normalize": "none", "max_length": 100},
+        "reward": {"max_steps": steps, "learning_rate": 3e-3, "normalize": "none", "max_length": 100, **settings},
     }
     result = must_succeed(rlhf("reward", "-c", world.config(folder, "reward", **sections)))
     return result, json.loads((folder / "reward/manifest.json").read_text())
+
+
+@pytest.fixture
+def wordy_sft(world: World, tmp_path: Path) -> Path:
+    """An SFT model whose answers are as long as those of the pairs."""
+    draw = random.Random(2)
+    pairs = [longer_is_better(draw) for _ in range(96)]
+    rows = [{"prompt": pair["prompt"], "completion": pair[side]} for pair in pairs for side in ("chosen", "rejected")]
+    jsonl.write_jsonl(tmp_path / "sft.jsonl", rows)
+    sections = {
+        "model": {"path": str(world.base)},
+        "data": {"train": "sft.jsonl"},
+        "sft": {"max_steps": 100, "learning_rate": 5e-3, "max_length": 100},
+    }
+    must_succeed(rlhf("sft", "-c", world.config(tmp_path, "sft", **sections)))
+    return tmp_path / "sft"
 
 
 def test_a_planted_length_bias_is_flagged(world: World, tmp_path: Path) -> None:
@@ -109,3 +125,47 @@ def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, mon
     assert card["adversarial"]["probes"].keys() == PROBE_LABELS.keys()
     assert result.stdout.startswith("reward model: accuracy ") and "beaten by an empty answer" in result.stdout
     assert max(longest) == 128, "probes are cut to the model's context"
+
+
+def test_length_debiasing_removes_a_planted_bias(world: World, tmp_path: Path, wordy_sft: Path) -> None:
+    """The same training with the key has what the card without it says."""
+    samples = {"sft": wordy_sft, "normalize": "sft", "normalize_samples": 256}
+    result, plain = reward(world, tmp_path, longer_is_better, n=96, steps=40, **samples)
+    promise = plain["card"]["length_debiasing"]
+    assert not promise["applied"] and promise["raw"]["length_correlation"] == plain["card"]["length_correlation"] > 0.8
+    assert "hint: set reward.length_debias: true, which brings it to" in result.stderr
+
+    again = ("--fresh", "-s", "reward.length_debias=true")
+    result = must_succeed(rlhf("reward", "-c", tmp_path / "reward.yaml", *again))
+    manifest = json.loads((tmp_path / "reward/manifest.json").read_text())
+    card = manifest["card"]
+    found = card["length_debiasing"]
+    assert found == {**promise, "applied": True} and manifest["reward_length_slope"] == promise["slope"] > 0
+    assert manifest["reward_mean"] == pytest.approx(plain["reward_mean"])
+    assert manifest["reward_std"] < plain["reward_std"]
+    assert card["length_correlation"] == found["debiased"]["length_correlation"] < 0.5
+    assert card["accuracy"] == manifest["metrics"]["accuracy"] == found["debiased"]["accuracy"]
+    assert "rank correlation without length debiasing" in result.stdout
+    *_, (_, last) = jsonl.read_jsonl(tmp_path / "reward/metrics.jsonl")
+    assert last["eval_accuracy"] == found["raw"]["accuracy"], "the curve is of raw scores to its end"
+
+    scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward/model").eval()
+    config = scorer.config
+    for probe in manifest["probes"]:
+        ids = probe["prompt_ids"] + probe["response_ids"]
+        with torch.no_grad():
+            raw = float(scorer(torch.tensor([ids])).logits)
+        raw -= config.reward_length_slope * (len(probe["response_ids"]) - config.reward_length_mean)
+        assert probe["score"] == pytest.approx((raw - config.reward_mean) / config.reward_std, abs=1e-4)
+
+
+def test_r22_answers_of_one_length_leave_the_scores_as_they_are(world: World, tmp_path: Path) -> None:
+    """The base model is untrained and samples no end, so that all answers have the greatest length."""
+    settings = {"normalize": "sft", "normalize_samples": 32, "length_debias": True}
+    result, manifest = reward(world, tmp_path, kinder_is_better, n=16, steps=1, **settings)
+    assert re.search(r"warning\[R22\]: reward.length_debias changes no score: \d of 32 answers", result.stderr)
+    assert (
+        "reward_mean" in manifest
+        and "reward_length_slope" not in manifest
+        and "length_debiasing" not in manifest["card"]
+    )

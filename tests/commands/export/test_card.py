@@ -313,6 +313,8 @@ def test_the_code_runs_and_reads_the_tokens_of_training(
     save.set_special_token_ids(model, tokenizer, data.stop_token_id(tokenizer))
     if stage == "reward":
         model.config.reward_mean, model.config.reward_std = 0.25, 2.0
+        if family == "gpt2":
+            model.config.reward_length_slope, model.config.reward_length_mean = 0.5, 3.0
     save.save_model(model, tokenizer, run / "out", "")
     turn = {"role": "user", "content": 'Say: "it\'s"\n```\nso 😀'}
     example: Any = [turn] if kind.template or family == "transcripts" else turn["content"]
@@ -331,6 +333,8 @@ def test_the_code_runs_and_reads_the_tokens_of_training(
     response = data.encode(tokenizer, prompt, answer)[1]
     with torch.no_grad():
         raw = float(model.eval()(input_ids=torch.tensor([ids + response])).logits[0, 0])
+    if family == "gpt2":
+        raw -= 0.5 * (len(response) - 3.0)
     assert float(capsys.readouterr().out) == pytest.approx((raw - 0.25) / 2.0, abs=1e-5)
 
 

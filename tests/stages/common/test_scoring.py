@@ -48,7 +48,9 @@ def test_adapters_are_measured_beside_a_base_in_bfloat16(
     """A sum that is stored in bfloat16 would lose their small changes; a float32 base has them added."""
     measured, card = list[Any](), reward.make_report_card
     monkeypatch.setattr(
-        reward, "make_report_card", lambda config, scorer, *rest: measured.append(scorer) or card(config, scorer, *rest)
+        reward,
+        "make_report_card",
+        lambda config, scorer, *rest, **named: measured.append(scorer) or card(config, scorer, *rest, **named),
     )
     model = {"path": str(sft_stage), "adapters": {"kind": "lora"}}
     train(config_of(world, tmp_path, sft_stage, model=model, reward={"bf16": bf16, "normalize": "none"}))
