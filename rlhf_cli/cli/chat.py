@@ -5,7 +5,7 @@ from typing import Annotated
 
 from rlhf_cli import system
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.options import Debug, Step, TrustRemoteCode, argument, heavy_imports, option
+from rlhf_cli.cli.options import Debug, Quiet, Step, TrustRemoteCode, Verbose, argument, heavy_imports, option
 
 CHAT_STAGE_TEXT = "ppo, sft or dpo. Default: PPO, or SFT if there is none."
 LENGTH_TEXT = "Maximum tokens of a reply. Default: the response length of PPO."
@@ -22,6 +22,8 @@ def chat(
     max_new_tokens: Annotated[int | None, option("--max-new-tokens", "N", LENGTH_TEXT, min=1)] = None,
     seed: Annotated[int, option("--seed", "N", "Random seed of the replies.", min=0, max=2**32 - 1)] = 0,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Chat with the model of a run; see the reward and KL of each reply.

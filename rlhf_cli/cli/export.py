@@ -4,7 +4,19 @@ from pathlib import Path
 from typing import Annotated
 
 from rlhf_cli import system
-from rlhf_cli.cli.options import Debug, ModelStage, StageFolder, Step, TrustRemoteCode, flag, heavy_imports, option
+from rlhf_cli.cli.options import (
+    Debug,
+    JsonAtEnd,
+    ModelStage,
+    Quiet,
+    StageFolder,
+    Step,
+    TrustRemoteCode,
+    Verbose,
+    flag,
+    heavy_imports,
+    option,
+)
 from rlhf_cli.errors import RLHFError
 
 
@@ -27,6 +39,9 @@ def export(
         bool, flag("--show-prompt", "Show a held-out prompt of your data in the model card.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
+    as_json: JsonAtEnd = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Write a plain Hugging Face model folder, or push it to the Hub.

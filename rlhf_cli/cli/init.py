@@ -7,7 +7,7 @@ import typer
 
 from rlhf_cli import terminal
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.options import Debug, argument, flag, option
+from rlhf_cli.cli.options import Debug, JsonAtEnd, Quiet, Verbose, argument, flag, option
 from rlhf_cli.errors import RLHFError
 
 PRESET_TEXT = "Preset name; `rlhf init --list` shows them."
@@ -39,6 +39,9 @@ def init(
     labels: Annotated[str | None, option("--labels", "NAMES", LABELS_TEXT)] = None,
     from_trl: Annotated[Path | None, typer.Option("--from-trl", metavar="FILE", hidden=True)] = None,
     trl: Annotated[str | None, typer.Option("--trl", metavar="0.11|1.12", hidden=True)] = None,
+    as_json: JsonAtEnd = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Create a run folder from a preset, from pairs, or from a run."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf_cli import terminal
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.completion import ignore_errors
 
@@ -30,6 +31,17 @@ def option(name: str, metavar: str, text: str, complete: Complete | None = None,
 def flag(name: str, text: str) -> Any:
     """Declare an option without a value."""
     return typer.Option(*name.split(), help=text)
+
+
+def _mode(name: str, mode: terminal.Mode, text: str) -> Any:
+    """Declare an option on what the command prints. The terminal knows it; no command has to pass it on."""
+
+    def set_mode(value: bool) -> bool:
+        if value:
+            terminal.set_mode(mode)
+        return value
+
+    return typer.Option(*name.split(), help=text, callback=set_mode)
 
 
 def argument(metavar: str, text: str, complete: Complete | None = None) -> Any:
@@ -63,6 +75,9 @@ StageWords = Annotated[
 TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", "Allow models to run the Python code in their folders.")]
 Nproc = Annotated[str | None, option("--nproc", "N", "Number of processes, one per GPU. auto: one for each GPU.")]
 StageFolder = Annotated[Path, argument("RUN", "Run folder, or folder of one of its stages.", completion.runs)]
+Quiet = Annotated[bool, _mode("--quiet -q", "quiet", "Print only errors and the path of the result.")]
+Verbose = Annotated[bool, _mode("--verbose -v", "verbose", "Print the log of the libraries, too.")]
+JsonAtEnd = Annotated[bool, _mode("--json", "json", "Print the result as one JSON object; tables go to stderr.")]
 AsJson = Annotated[bool, flag("--json", "Print JSON.")]
 Debug = Annotated[bool, flag("--debug", "Print tracebacks of errors.")]
 STAGE_TEXT = "ppo, sft, dpo or reward. Default: the PPO policy, or SFT if there is none."

@@ -6,7 +6,7 @@ from typing import Annotated
 from rlhf_cli import system
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.errors import only_run
-from rlhf_cli.cli.options import Debug, Step, argument, option
+from rlhf_cli.cli.options import Debug, JsonAtEnd, Quiet, Step, Verbose, argument, option
 
 RUNS_TEXT = "Run folder; several are compared. Default: the only run here."
 OUT_TEXT = "HTML file. Default: RUN/eval/report.html; ./report.html for several runs."
@@ -16,6 +16,9 @@ def report(
     folders: Annotated[list[Path] | None, argument("RUN...", RUNS_TEXT, completion.runs)] = None,
     out: Annotated[Path | None, option("--out", "FILE", OUT_TEXT)] = None,
     step: Step = "last",
+    as_json: JsonAtEnd = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Write an HTML report that diagnoses each stage, or compares runs.

@@ -7,7 +7,20 @@ import typer
 
 from rlhf_cli import distributed, terminal
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.options import Debug, Nproc, Set, Trailing, TrustRemoteCode, argument, flag, option, overrides_of
+from rlhf_cli.cli.options import (
+    Debug,
+    JsonAtEnd,
+    Nproc,
+    Quiet,
+    Set,
+    Trailing,
+    TrustRemoteCode,
+    Verbose,
+    argument,
+    flag,
+    option,
+    overrides_of,
+)
 
 
 def run(
@@ -27,24 +40,31 @@ def run(
     dry_run: Annotated[bool, flag("--dry-run", "Print which stages would run, and why.")] = False,
     nproc: Nproc = None,
     trust_remote_code: TrustRemoteCode = False,
+    as_json: JsonAtEnd = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Run all stages of a folder that are not up to date.
 
     --set applies a key to the stage that has its section; '*.seed=3' applies to every stage.
     """
+    from rlhf_cli.commands import status
     from rlhf_cli.config.base import Options
     from rlhf_cli.pipeline.run import run_folder
 
     distributed.require_single_process("run")
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
     with terminal.share_seen_messages():
-        code = run_folder(
+        overrides = overrides_of(set_, assignments)
+        outcome = run_folder(
             folder,
-            overrides_of(set_, assignments),
+            overrides,
             options,
             only=only or (),
             start=start,
             force=force or (),
         )
-    raise typer.Exit(code)
+    if not dry_run:
+        status.conclude_run(folder, overrides, outcome)
+    raise typer.Exit(outcome.code)

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from rlhf_cli.cli.options import Debug, ModelStage, StageFolder, TrustRemoteCode, flag, heavy_imports
+from rlhf_cli.cli.options import Debug, ModelStage, Quiet, StageFolder, TrustRemoteCode, Verbose, flag, heavy_imports
 from rlhf_cli.errors import RLHFError
 
 
@@ -12,6 +12,8 @@ def serve(
     rollouts: Annotated[bool, flag("--rollouts", "The server that models.engine of ppo.yaml samples from.")] = False,
     execute: Annotated[bool, flag("--exec", "Start it. Default: only print the command.")] = False,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Print the vLLM command that serves a model, or start it."""

@@ -14,9 +14,11 @@ from rlhf_cli.cli.options import (
     ConfigFile,
     Debug,
     Nproc,
+    Quiet,
     Set,
     StageWords,
     TrustRemoteCode,
+    Verbose,
     config_of,
     flag,
     heavy_imports,
@@ -50,6 +52,8 @@ def stage_command(stage: str) -> Callable[..., None]:
         fresh: Annotated[bool, flag("--fresh", "Move existing output to RUN/.old/ and start over.")] = False,
         nproc: Nproc = None,
         trust_remote_code: TrustRemoteCode = False,
+        quiet: Quiet = False,
+        verbose: Verbose = False,
         debug: Debug = False,
     ) -> None:
         from rlhf_cli.config.base import Options
@@ -97,12 +101,16 @@ def _run_here(config: "Config", options: "Options") -> None:
             from rlhf_cli.report.show import show_evaluation
 
             show_evaluation(config)
+        terminal.conclude(shown(config.folder), {})
 
 
 def _config_file(stage: str, config: Path | None, words: list[str]) -> tuple[Path, list[str]]:
     """Return the YAML file, of --config or of the first word, and the other words. Raises RLHFError C09, C11."""
     if config is not None:
         _refuse_folder(stage, config)
+        if words and "=" not in words[0]:
+            hint = f"omit one of them: rlhf {stage} {shell_path(Path(words[0]))}"
+            raise RLHFError("C11", f"--config {shown(config)} and {words[0]} name a config each", hint=hint)
         return config, words
     if not words or ("=" in words[0] and not os.path.exists(words[0])):
         raise RLHFError("C11", "no FILE or RUN is given", hint=f"rlhf {stage} RUN, or rlhf {stage} --config FILE")

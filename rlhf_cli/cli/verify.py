@@ -7,7 +7,7 @@ import typer
 
 from rlhf_cli import system
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.options import AsJson, Debug, TrustRemoteCode, argument, heavy_imports, option
+from rlhf_cli.cli.options import AsJson, Debug, Quiet, TrustRemoteCode, Verbose, argument, heavy_imports, option
 
 
 def verify(
@@ -17,6 +17,8 @@ def verify(
     ] = None,
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Repeat one PPO update and compare it with the run, bit for bit.

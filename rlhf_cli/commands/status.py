@@ -1,6 +1,5 @@
 """`rlhf status RUN` and `rlhf ls`: print the progress of runs and what comes next."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,8 +12,10 @@ from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.evaluation.report_text import LAST_UPDATE, TRAINING, format_reward
 from rlhf_cli.pipeline.decide import StageDecision
 from rlhf_cli.pipeline.headline import LOG, headline
+from rlhf_cli.pipeline.run import RunOutcome
 from rlhf_cli.pipeline.status import NextAction, find_runs, read_run_and_next
-from rlhf_cli.runs.layout import MANIFEST, find_run_folders
+from rlhf_cli.report.show import brief
+from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, find_run_folders
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.terminal import ago, duration
@@ -30,11 +31,30 @@ def show(folder: Path, overrides: Sequence[str] = (), *, as_json: bool = False) 
     with terminal.muted_warnings():  # the stages print them
         run, following = read_run_and_next(folder, overrides)
     if as_json:
-        _print_json({**_run_json(run), "next": _next_json(following)})
+        terminal.print_json({**_run_json(run), "next": _next_json(following)})
         return
     terminal.table(STAGE_COLUMNS, stage_rows(run))
     for line in [*_notes(run), _next_line(run, following)]:
         terminal.out(line)
+
+
+def conclude_run(folder: Path, overrides: Sequence[str], outcome: RunOutcome) -> None:
+    """Print the result of `rlhf run` with --json or --quiet: the run as `rlhf status` has it, and what was done."""
+    page = folder / "eval" / REPORT_PAGE
+    place = page if page.is_file() else folder
+    values: dict[str, Any] = {}
+    if terminal.has_mode("json"):
+        with terminal.muted_warnings():
+            run, following = read_run_and_next(folder, overrides)
+        values = {
+            **_run_json(run),
+            "next": _next_json(following),
+            "exit_code": outcome.code,
+            "ran": outcome.ran,
+            "page": shown(page) if page.is_file() else None,
+            "conclusion": brief(folder)[0] if page.is_file() else None,
+        }
+    terminal.conclude(shown(place), values)
 
 
 def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
@@ -43,7 +63,7 @@ def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
     with terminal.muted_warnings():
         found = find_runs(folders)
     if as_json:
-        _print_json([_run_json(run) for run in found])
+        terminal.print_json([_run_json(run) for run in found])
     elif found:
         terminal.table(RUN_COLUMNS, [_run_row(run) for run in found])
     else:
@@ -199,10 +219,6 @@ def _describe_order(decisions: Mapping[str, StageDecision]) -> str:
     if possible:
         text += f", then {', '.join(possible)} if their inputs change"
     return text
-
-
-def _print_json(value: object) -> None:
-    terminal.out(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def _run_json(run: Run) -> dict[str, Any]:

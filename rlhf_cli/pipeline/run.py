@@ -1,6 +1,7 @@
 """`rlhf run DIR`: run the stages of a folder, each in a child process, and skip those that are up to date by hash."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlhf_cli import terminal
@@ -18,6 +19,14 @@ from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE
 from rlhf_cli.runs.report import read_report
 
 
+@dataclass
+class RunOutcome:
+    """What `rlhf run` did: its exit code, and why each stage ran that did, by stage."""
+
+    code: int = 0
+    ran: dict[str, str] = field(default_factory=dict)
+
+
 def run_folder(
     folder: Path,
     overrides: Sequence[str],
@@ -26,12 +35,12 @@ def run_folder(
     only: Sequence[str] = (),
     start: str | None = None,
     force: Sequence[str] = (),
-) -> int:
-    """Bring the stages of a folder up to date; return 0, or the exit code of the stage that failed.
+) -> RunOutcome:
+    """Bring the stages of a folder up to date; the exit code is 0, or that of the stage that failed.
 
     `only`, `start` and `force` are the options --only, --from and --force. If any stage but the last has to run,
     `rlhf check` of the whole folder runs first; its exit code is returned if it fails. Raises RLHFError C01-C17, D01,
-    M01, M10 before anything runs, R06 for an unmet requirement of an evaluation.
+    M01, M10 before anything runs.
     """
     files = select_stages(find_configs(folder), folder, only=only, start=start, force=force)
     routed = route_overrides(overrides, list(files))
@@ -45,14 +54,15 @@ def run_folder(
         if not (is_selection or options.dry_run or is_unreadable):
             code = children.run_child(check)
             if code:
-                return code
+                return RunOutcome(code)
         raise
 
     if options.dry_run:
         for stage, decision in plan_stages(configs, force).items():
             terminal.out(f"{stage:<8} {decision.reason}")
-        return 0
+        return RunOutcome()
 
+    outcome = RunOutcome()
     last = list(configs)[-1]
     checked = is_selection
     for stage, config in configs.items():
@@ -62,26 +72,28 @@ def run_folder(
             terminal.say("run      checking configs, data and tokenizers of all stages first")
             code = children.run_child(check)
             if code:
-                return code
+                return RunOutcome(code)
 
         terminal.out(f"{stage:<8} {decision.reason}")
         if decision.runs:
+            outcome.ran[stage] = decision.reason
             code = children.run_child(children.child_command(config, routed[stage], options, fresh=decision.fresh))
             if code:
                 skipped = "" if stage == last else "; what comes after it was not run"
-                terminal.say(f"{stage:<8} ended with exit code {code}{skipped}")
+                terminal.error(f"{stage:<8} ended with exit code {code}{skipped}")
                 if code == 1 and _is_complete_evaluation(config):
                     show_summary(folder, configs, routed, met=False)
-                return code
+                return replace(outcome, code=code)
         elif isinstance(config, EvalConfig):
             try:
                 _show_evaluation(config)
-            except RLHFError:
+            except RLHFError as error:
                 show_summary(folder, configs, routed, met=False)
-                raise
+                terminal.error(str(error))
+                return replace(outcome, code=error.exit_code)
 
     show_summary(folder, configs, routed)
-    return 0
+    return outcome
 
 
 def _is_complete_evaluation(config: Config) -> bool:

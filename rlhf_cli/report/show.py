@@ -38,9 +38,10 @@ def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> P
 
     target = out or _default_target(runs, step)
     _prepare_target(target)
+    found = [diagnosis.diagnose(each) for each in runs]
     if len(runs) == 1:
         contents = page.of_run(runs[0])
-        summary = diagnosis.diagnose(runs[0]).conclusion()
+        summary = found[0].conclusion()
     else:
         contents = compare.of_runs(runs)
         names = compare.short_names([each.folder for each in runs])
@@ -50,6 +51,7 @@ def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> P
     terminal.out(shown(target))
     terminal.say(f"report   {summary}")
     terminal.say("next: open it in a browser")
+    terminal.conclude(shown(target), {"page": shown(target), "runs": [each.as_json() for each in found]})
     return target
 
 

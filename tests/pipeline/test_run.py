@@ -55,7 +55,7 @@ def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[s
     def call(*overrides: str, code: int = 0, dry_run: bool = False, **selection: object) -> dict[str, str]:
         capfd.readouterr()
         options = Options(dry_run=dry_run)
-        assert run_folder(Path("."), overrides, options, **selection) == code  # type: ignore[arg-type]
+        assert run_folder(Path("."), overrides, options, **selection).code == code  # type: ignore[arg-type]
         lines = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines() if line.strip()]
         # The fakes print "sft new", too; a line of the pipeline has the stage's name in a column of 8.
         return {line[0]: line[1] for line in reversed(lines) if line[0] in CONFIGS}
@@ -107,7 +107,7 @@ def test_all_stages_are_checked_once_before_the_first_of_several_runs(
     run()  # the last stage checks itself
     assert calls == ["check", "check", *CONFIGS, "eval"]
     command = children.check_command(Path("a"), ["ppo.kl_coef=1"], Options(trust_remote_code=True))
-    assert command[4:] == ["check", "a", "--quiet", "--set", "ppo.kl_coef=1", "--trust-remote-code"]
+    assert command[4:] == ["check", "a", "--before-run", "--set", "ppo.kl_coef=1", "--trust-remote-code"]
 
 
 def other_dates() -> None:
@@ -190,7 +190,7 @@ def test_a_failed_stage_ends_the_run_with_its_exit_code(
     run: Callable, stage: str, rest: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_FAILS", stage)
-    assert run_folder(Path("."), (), Options()) == 7
+    assert run_folder(Path("."), (), Options()).code == 7
     assert f"{stage:<8} ended with exit code 7{rest}\n" in capfd.readouterr().err
 
 
@@ -282,7 +282,7 @@ def test_an_override_that_no_config_has_is_reported_if_the_next_run_would_undo_i
 ) -> None:
     def unsaved(*overrides: str) -> list[str]:
         capfd.readouterr()
-        assert run_folder(Path("."), overrides, Options()) == 0
+        assert run_folder(Path("."), overrides, Options()).code == 0
         return [line for line in capfd.readouterr().out.splitlines() if " used -s " in line]
 
     run()

@@ -62,18 +62,18 @@ def _answer(session: LabelSession, annotator: str, shown: Shown, typed: str, sec
             tags=[tag.strip() for tag in tags.split(",") if tag.strip()],
         )
     except Refused as error:
-        terminal.say(str(error))
+        terminal.error(str(error))
         return shown
     return session.next(annotator)
 
 
 def _show(shown: Shown, progress: str) -> None:
     """Print a prompt and its two answers."""
-    terminal.out("\n" * ENOUGH + f"-- {progress}")
-    terminal.out(_prompt_text(shown.pair.prompt))
+    terminal.answer("\n" * ENOUGH + f"-- {progress}")
+    terminal.answer(_prompt_text(shown.pair.prompt))
     for number, (answer, ended) in enumerate(zip(shown.answers, shown.ended, strict=True), start=1):
-        terminal.out(f"\n[{number}]" + ("" if ended else "  cut off at the length limit"))
-        terminal.out(_wrapped(answer.strip()))
+        terminal.answer(f"\n[{number}]" + ("" if ended else "  cut off at the length limit"))
+        terminal.answer(_wrapped(answer.strip()))
 
 
 def _prompt_text(prompt: str | Conversation) -> str:
