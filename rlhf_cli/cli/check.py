@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from rlhf_cli import system
+from rlhf_cli.cli.errors import only_run
 from rlhf_cli.cli.options import (
     AsJson,
     Debug,
@@ -20,7 +21,7 @@ from rlhf_cli.cli.options import (
 
 
 def check(
-    path: FileOrFolder,
+    path: FileOrFolder = None,
     assignments: Trailing = None,
     set_: Set = None,
     deep: Annotated[bool, flag("--deep", "Load the models as well.")] = False,
@@ -40,6 +41,7 @@ def check(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = overrides_of(set_, assignments)
-    with system.translate_resource_errors(path):
-        code = check_configs(path, overrides, options, deep=deep, as_json=as_json, quiet=quiet or before_run)
+    place = path or only_run()
+    with system.translate_resource_errors(place):
+        code = check_configs(place, overrides, options, deep=deep, as_json=as_json, quiet=quiet or before_run)
     raise typer.Exit(code)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from rlhf_cli import system
+from rlhf_cli.cli.errors import only_run
 from rlhf_cli.cli.options import (
     Debug,
     JsonAtEnd,
@@ -21,7 +22,7 @@ from rlhf_cli.errors import RLHFError
 
 
 def export(
-    folder: StageFolder,
+    folder: StageFolder = None,
     out: Annotated[Path | None, option("--out", "DIR", "New or empty folder to write to.")] = None,
     push: Annotated[
         str | None, option("--push", "OWNER/NAME", "Hub repository to upload to; created as private.")
@@ -56,13 +57,14 @@ def export(
         raise RLHFError("C11", "--public belongs to --push", hint="remove it, or add --push OWNER/NAME")
     from rlhf_cli.config.base import Options
 
+    run = folder or only_run()
     with heavy_imports():
         from rlhf_cli.commands.export import model_folder
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     repository = model_folder.Repository(push, public) if push is not None else None
-    with system.translate_resource_errors(out or folder):
+    with system.translate_resource_errors(out or run):
         model_folder.run(
-            folder, out, options, stage=stage, step=step, dtype=dtype, repository=repository, show_prompt=show_prompt,
+            run, out, options, stage=stage, step=step, dtype=dtype, repository=repository, show_prompt=show_prompt,
             interpolate=interpolate,
         )  # fmt: skip

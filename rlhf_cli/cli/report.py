@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-from rlhf_cli import system
+from rlhf_cli import system, terminal
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.errors import only_run
 from rlhf_cli.cli.options import Debug, JsonAtEnd, Quiet, Step, Verbose, argument, option
+from rlhf_cli.errors import shown
 
 RUNS_TEXT = "Run folder; several are compared. Default: the only run here."
 OUT_TEXT = "HTML file. Default: RUN/eval/report.html; ./report.html for several runs."
@@ -29,4 +30,5 @@ def report(
 
     run_folders = folders or [only_run()]
     with system.translate_resource_errors(out or run_folders[0]):
-        show.write_page(run_folders, out, step)
+        page = show.write_page(run_folders, out, step)
+    terminal.conclude(shown(page.path), page.as_json())

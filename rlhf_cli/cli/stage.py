@@ -15,6 +15,7 @@ from rlhf_cli.cli.options import (
     Debug,
     Nproc,
     Quiet,
+    ReportTo,
     Set,
     StageWords,
     TrustRemoteCode,
@@ -23,6 +24,7 @@ from rlhf_cli.cli.options import (
     flag,
     heavy_imports,
     overrides_of,
+    tracker_overrides,
 )
 from rlhf_cli.errors import RLHFError, shell_path, shown
 from rlhf_cli.system import die_with_parent
@@ -51,6 +53,7 @@ def stage_command(stage: str) -> Callable[..., None]:
         dry_run: Annotated[bool, flag("--dry-run", "Print the resolved config, inputs and outputs, and exit.")] = False,
         fresh: Annotated[bool, flag("--fresh", "Move existing output to RUN/.old/ and start over.")] = False,
         nproc: Nproc = None,
+        report_to: ReportTo = None,
         trust_remote_code: TrustRemoteCode = False,
         quiet: Quiet = False,
         verbose: Verbose = False,
@@ -60,7 +63,7 @@ def stage_command(stage: str) -> Callable[..., None]:
         from rlhf_cli.config.loading import load
 
         file, assignments = _config_file(stage, config, words or [])
-        overrides = overrides_of(set_, assignments)
+        overrides = [*tracker_overrides(report_to), *overrides_of(set_, assignments)]
         loaded = load(stage, file, overrides)
         options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
         if dry_run:

@@ -23,6 +23,7 @@ from rlhf_cli.terminal import ago, duration
 STAGE_COLUMNS = ("stage", "state", "headline", "time", "when", "size")
 RUN_COLUMNS = ("run", "stages", "headline", "when", "size")
 MISSING_MODEL_CODES = {"M01", "M10"}
+MAX_UNSTARTED = 5  # folders that never ran, by name
 MAX_FOLDERS = 500  # to search for runs if none was named
 
 
@@ -65,9 +66,25 @@ def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
     if as_json:
         terminal.print_json([_run_json(run) for run in found])
     elif found:
-        terminal.table(RUN_COLUMNS, [_run_row(run) for run in found])
+        started = [run for run in found if _has_started(run)]
+        if started:
+            terminal.table(RUN_COLUMNS, [_run_row(run) for run in started])
+        _print_unstarted([run for run in found if run not in started])
     else:
         terminal.say(f"no runs below {', '.join(map(shown, folders))}; rlhf init demo runs/demo makes one")
+
+
+def _has_started(run: Run) -> bool:
+    return any(stage.condition != "new" for stage in run.all_stages.values())
+
+
+def _print_unstarted(runs: Sequence[Run]) -> None:
+    """Print the folders of configs that never ran, in one line."""
+    names = [shown(run.folder) for run in runs[:MAX_UNSTARTED]]
+    if len(runs) > MAX_UNSTARTED:
+        names.append(f"and {len(runs) - MAX_UNSTARTED} more")
+    if names:
+        terminal.out(f"never run: {', '.join(names)}")
 
 
 def runs_here() -> list[str]:
@@ -105,7 +122,7 @@ def _run_row(run: Run) -> list[str]:
         stages.append(name if stage.condition == "finished" else f"{name} ({_state_text(stage)})")
     return [
         shown(run.folder),
-        ", ".join(stages) or "nothing yet",
+        ", ".join(stages),
         _last_result(run),
         ago(time.time() - run.changed),
         system.format_bytes(system.folder_bytes(run.folder)),

@@ -73,7 +73,8 @@ def _require_config(option: str, stage: str, files: Mapping[str, Path], folder: 
 def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str]]:
     """Assign each `--set` to the stage that has the key, else its section; with a leading `*.` to all that do.
 
-    Raises C11 for text that is not KEY=VALUE, an unknown section, and a key of several stages without `*.`.
+    `ppo:KEY=VALUE` is for that stage. Raises C11 for text that is not KEY=VALUE, an unknown section, a key of several
+    stages without `*.`, and a stage that does not run here.
     """
     routed: dict[str, list[str]] = {stage: [] for stage in stages}
     problems = []
@@ -84,6 +85,14 @@ def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str
             continue
 
         key = text.partition("=")[0].strip()
+        stage, colon, _ = key.partition(":")
+        if colon and stage in routed:
+            routed[stage].append(text.strip().removeprefix(f"{stage}:"))
+            continue
+        if colon:
+            problems.append(_unknown_stage_problem(stage, key, stages))
+            continue
+
         owners = _owners_of(key, stages)
         for stage in owners:
             routed[stage].append(text)
@@ -109,8 +118,13 @@ def _owners_of(key: str, stages: Sequence[str]) -> list[str]:
 
 def _ambiguous_key_problem(key: str, text: str, owners: Sequence[str]) -> Problem:
     files = ", ".join(f"{stage}.yaml" for stage in owners)
-    hint = f"-s '*.{text}' sets it in all of them; for one, change its file"
+    hint = f"-s '*.{text}' sets it in all of them, -s '{owners[0]}:{text}' in one"
     return Problem("C11", f"{_section_of(key)} is in {files}", f"--set {key}", hint)
+
+
+def _unknown_stage_problem(stage: str, key: str, stages: Sequence[str]) -> Problem:
+    text = f"{stage}: not one of the stages that run here ({', '.join(stages)})"
+    return Problem("C11", text, f"--set {key}", did_you_mean(stage, stages))
 
 
 def _unknown_key_problem(key: str, stages: Sequence[str]) -> Problem:

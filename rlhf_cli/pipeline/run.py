@@ -1,5 +1,6 @@
 """`rlhf run DIR`: run the stages of a folder, each in a child process, and skip those that are up to date by hash."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ class RunOutcome:
 
     code: int = 0
     ran: dict[str, str] = field(default_factory=dict)
+    unmet: bool = False  # the evaluation is complete and does not meet its requirements
 
 
 def run_folder(
@@ -35,16 +37,24 @@ def run_folder(
     only: Sequence[str] = (),
     start: str | None = None,
     force: Sequence[str] = (),
+    seed: int | None = None,
+    checked: bool = False,
 ) -> RunOutcome:
     """Bring the stages of a folder up to date; the exit code is 0, or that of the stage that failed.
 
-    `only`, `start` and `force` are the options --only, --from and --force. If any stage but the last has to run,
-    `rlhf check` of the whole folder runs first; its exit code is returned if it fails. Raises RLHFError C01-C17, D01,
-    M01, M10 before anything runs.
+    `only`, `start` and `force` are the options --only, --from and --force. With `seed`, the run is DIR/seeds/SEED, and
+    the seed is that of the stages that train. If any stage but the last has to run, `rlhf check` of the whole folder
+    runs first, unless it is `checked`; its exit code is returned if it fails. Raises RLHFError C01-C17, D01, M01, M10
+    before anything runs.
     """
     files = select_stages(find_configs(folder), folder, only=only, start=start, force=force)
     routed = route_overrides(overrides, list(files))
     check = children.check_command(folder, overrides, options)
+    if seed is not None:
+        place = f"run={json.dumps(str(seed_folder(folder, seed)))}"
+        check = children.check_command(folder, [*overrides, f"*.{place}"], options)
+        for stage, assignments in routed.items():
+            assignments += [place] if stage == "eval" else [place, f"seed={seed}"]
     is_selection = bool(only or start)  # selected stages check themselves
     try:
         configs = load_all(files, routed)
@@ -64,7 +74,7 @@ def run_folder(
 
     outcome = RunOutcome()
     last = list(configs)[-1]
-    checked = is_selection
+    checked |= is_selection
     for stage, config in configs.items():
         decision = decide_stage(compute_status(config), forced=stage in force)
         if decision.runs and not checked and stage != last:
@@ -81,19 +91,27 @@ def run_folder(
             if code:
                 skipped = "" if stage == last else "; what comes after it was not run"
                 terminal.error(f"{stage:<8} ended with exit code {code}{skipped}")
-                if code == 1 and _is_complete_evaluation(config):
+                unmet = code == 1 and _is_complete_evaluation(config)
+                if unmet and seed is None:
                     show_summary(folder, configs, routed, met=False)
-                return replace(outcome, code=code)
+                return replace(outcome, code=code, unmet=unmet)
         elif isinstance(config, EvalConfig):
             try:
-                _show_evaluation(config)
+                _show_evaluation(config, briefly=seed is not None)
             except RLHFError as error:
-                show_summary(folder, configs, routed, met=False)
+                if seed is None:
+                    show_summary(folder, configs, routed, met=False)
                 terminal.error(str(error))
-                return replace(outcome, code=error.exit_code)
+                return replace(outcome, code=error.exit_code, unmet=True)
 
-    show_summary(folder, configs, routed)
+    if seed is None:
+        show_summary(folder, configs, routed)
     return outcome
+
+
+def seed_folder(folder: Path, seed: int) -> Path:
+    """Return the folder of the run of one of several seeds."""
+    return folder / "seeds" / str(seed)
 
 
 def _is_complete_evaluation(config: Config) -> bool:
@@ -101,11 +119,12 @@ def _is_complete_evaluation(config: Config) -> bool:
     return isinstance(config, EvalConfig) and (config.folder / MANIFEST).is_file()
 
 
-def _show_evaluation(config: EvalConfig) -> None:
-    """Print the report of an evaluation that is up to date. Raises RLHFError R06 for an unmet requirement."""
+def _show_evaluation(config: EvalConfig, *, briefly: bool) -> None:
+    """Print the report of an up-to-date evaluation, unless `briefly`. Raises RLHFError R06 for an unmet requirement."""
     if not (config.folder / REPORT_PAGE).exists():  # killed between writing the manifest and the HTML report
         show.write_beside(config.folder)
-    print_report(config.folder)
+    if not briefly:
+        print_report(config.folder)
     check_requirements(read_report(config.folder), config.eval.require, where=config.where)
 
 

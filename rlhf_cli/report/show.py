@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.config.eval import EvalConfig
@@ -17,9 +19,23 @@ from rlhf_cli.runs.read import Run, at_step, read_run
 from rlhf_cli.runs.report import read_report
 from rlhf_cli.runs.resolve import LAST
 
+if TYPE_CHECKING:
+    from rlhf_cli.report.diagnosis import Diagnosis
 
-def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
-    """Write the page, print its path and a summary line, and return the path.
+
+@dataclass(frozen=True)
+class Page:
+    """A page that was written, and the diagnosis of each of its runs."""
+
+    path: Path
+    found: Sequence["Diagnosis"]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"page": shown(self.path), "runs": [each.as_json() for each in self.found]}
+
+
+def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Page:
+    """Write the page, print its path and a summary line, and return it.
 
     `step` selects PPO's policy as in `runs.at_step`. The default of `out` is RUN/eval/report.html, RUN/report.html
     without eval/, ./report.html for several runs, and report-STEP.html for a policy other than the last. Raises
@@ -51,8 +67,7 @@ def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> P
     terminal.out(shown(target))
     terminal.say(f"report   {summary}")
     terminal.say("next: open it in a browser")
-    terminal.conclude(shown(target), {"page": shown(target), "runs": [each.as_json() for each in found]})
-    return target
+    return Page(target, found)
 
 
 def _default_target(runs: Sequence[Run], step: str) -> Path:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_cli import is_one_error, python, rlhf
@@ -11,6 +12,7 @@ from typer.main import get_command
 
 from rlhf_cli import terminal
 from rlhf_cli.cli import app
+from rlhf_cli.config.base import Options
 from rlhf_cli.runs.layout import STAGES
 
 PRINT_PROGRESS = ("init", "convert", "check", "run", *STAGES, "report", "chat", "label", "verify", "export", "serve")
@@ -90,3 +92,28 @@ def test_imported_objects_are_frozen_for_the_garbage_collector() -> None:
         "assert runs == [] and gc.isenabled() and gc.get_freeze_count() > len(torch.__dict__)\n"
     )
     assert python("-c", script).stderr == ""
+
+
+def test_variables_stand_for_options(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--report-to` becomes an override before those of the command line, which therefore win."""
+    from rlhf_cli.pipeline import run as pipeline_run
+
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        pipeline_run, "run_folder", lambda *given, **_: calls.append(given) or pipeline_run.RunOutcome()
+    )
+    for name, value in {"NPROC": "2", "TRUST_REMOTE_CODE": "1", "REPORT_TO": "wandb,tensorboard"}.items():
+        monkeypatch.setenv(f"RLHF_{name}", value)
+    assert rlhf("run", "x", "-s", "ppo.kl_coef=1").exit_code == 0
+    ((_, overrides, options),) = calls
+    assert overrides == ["*.output.report_to=[wandb,tensorboard]", "ppo.kl_coef=1"]
+    assert options == Options(nproc="2", trust_remote_code=True)
+    for name in ("run", "ppo"):
+        text = rlhf(name, "--help", env={"COLUMNS": "200"}).stdout
+        assert text.count("env var: RLHF_") == 3, text
+    assert "RLHF_NPROC=2" in rlhf("env").stdout
+
+
+def test_trackers_of_a_stage(folder: Path, stage_calls: list) -> None:
+    assert rlhf("sft", ".", "--report-to", "wandb").exit_code == 0
+    assert stage_calls[0][0].output.report_to == ["wandb"]
