@@ -44,8 +44,18 @@ def init(
     verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
-    """Create a run folder from a preset, from pairs, or from a run."""
+    """Create a run folder from a preset, from pairs, or from a run.
+
+    On a terminal it asks for the arguments that are missing.
+    """
     from rlhf_cli.commands.init import presets
+
+    if terminal.is_interactive() and not (list_ or from_trl or trl or as_json):
+        from rlhf_cli.commands.init import dialogue
+
+        answers = dialogue.ask_missing(dialogue.InitArguments(preset, _text(folder), _text(target), data, base, gpu))
+        preset, folder, target = answers.preset, _path(answers.folder), _path(answers.target)
+        data, base, gpu = answers.data, answers.base, answers.gpu
 
     for_preferences = {
         "data": data, "base": base, "column": column, "plain": plain, "balance-length": balance_length,
@@ -94,6 +104,14 @@ def init(
     if preset in presets.PRESETS and used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")
     presets.init(preset, folder, seed=seed, adapters=adapters, gpu=gpu, baselines=baselines)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _init_next(run: Path | None, folder: Path | None, labels: str | None, *, has_others: bool) -> None:
