@@ -1,6 +1,7 @@
 """Terminal input and output. Results and tables go to stdout, log lines to stderr; only this and progress.py print.
 
-With --quiet only errors and the result are printed. With --json at the end of a command, tables are log lines.
+With --quiet only errors and the result are printed. With --json at the end of a command, or --markdown, tables are
+log lines.
 """
 
 import errno
@@ -32,7 +33,7 @@ PLAIN = "\x1b[0m"
 
 _warnings: dict[str, Problem] = {}  # by the line as printed, without its hint
 _muted = False
-Mode = Literal["quiet", "verbose", "json"]
+Mode = Literal["quiet", "verbose", "json", "markdown"]
 _modes: set[Mode] = set()  # of the command line
 # Read by the libraries when they are imported, also in child processes.
 LIBRARY_LOGS = ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY", "ACCELERATE_LOG_LEVEL")
@@ -81,10 +82,11 @@ def clean(text: str) -> str:
 
 
 def set_mode(mode: Mode) -> None:
-    """Set --quiet, --verbose or --json for this command. Raises RLHFError C11 for the first two together."""
+    """Set an option on what this command prints. Raises RLHFError C11 for two that contradict each other."""
     _modes.add(mode)
-    if {"quiet", "verbose"} <= _modes:
-        raise RLHFError("C11", "--quiet and --verbose contradict each other", hint="give one of the two")
+    for first, second in (("quiet", "verbose"), ("json", "markdown")):
+        if {first, second} <= _modes:
+            raise RLHFError("C11", f"--{first} and --{second} contradict each other", hint="give one of the two")
     if mode == "verbose":
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         for name in LIBRARY_LOGS:
@@ -146,8 +148,8 @@ def conclude(place: str, values: Mapping[str, Any]) -> None:
 
 
 def _stream_of_tables() -> TextIO:
-    """Return stdout, or stderr where stdout is for one JSON object."""
-    return sys.stderr if has_mode("json") else sys.stdout
+    """Return stdout, or stderr where stdout is for one object."""
+    return sys.stderr if has_mode("json") or has_mode("markdown") else sys.stdout
 
 
 def is_stdout_open() -> bool:
