@@ -12,7 +12,6 @@ import typer
 from rlhf_cli import terminal
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.completion import ignore_errors
-from rlhf_cli.config.base import TRACKER_NAMES
 from rlhf_cli.distributed import NPROC_VARIABLE
 
 STAGE_SUMMARIES = {
@@ -85,7 +84,7 @@ TRUST_TEXT = "Allow models to run the Python code in their folders."
 TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", TRUST_TEXT, envvar="RLHF_TRUST_REMOTE_CODE")]
 NPROC_TEXT = "Number of processes, one per GPU. auto: one for each GPU."
 Nproc = Annotated[str | None, option("--nproc", "N", NPROC_TEXT, envvar=NPROC_VARIABLE)]
-REPORT_TO_TEXT = f"Trackers, for output.report_to: {', '.join(TRACKER_NAMES)}."
+REPORT_TO_TEXT = "Trackers for output.report_to, e.g. wandb,tensorboard."
 ReportTo = Annotated[str | None, option("--report-to", "NAMES", REPORT_TO_TEXT, envvar="RLHF_REPORT_TO")]
 STAGE_FOLDER_TEXT = f"Run folder, or folder of one of its stages. {ONLY_RUN}"
 StageFolder = Annotated[Path | None, argument("RUN", STAGE_FOLDER_TEXT, completion.runs)]

@@ -1,4 +1,7 @@
-"""Options of several commands: what --quiet, --verbose and --json print, and how heavy modules are imported."""
+"""Options of several commands: what --quiet, --verbose and --json print, and how heavy modules are imported.
+
+Modules: `cli/export.py`, `cli/run.py`.
+"""
 
 import json
 import os
