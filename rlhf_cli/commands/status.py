@@ -12,10 +12,11 @@ from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.evaluation.report_text import LAST_UPDATE, TRAINING, format_reward
 from rlhf_cli.pipeline.decide import StageDecision
 from rlhf_cli.pipeline.headline import LOG, headline
+from rlhf_cli.pipeline.load import run_command
 from rlhf_cli.pipeline.run import RunOutcome
 from rlhf_cli.pipeline.status import NextAction, find_runs, read_run_and_next
 from rlhf_cli.report.show import brief
-from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, find_run_folders
+from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, SEEDS_FOLDER, find_run_folders, seeds_in
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.terminal import ago, duration
@@ -41,6 +42,8 @@ def show(folder: Path, overrides: Sequence[str] = (), *, as_json: bool = False) 
 
 def conclude_run(folder: Path, overrides: Sequence[str], outcome: RunOutcome) -> None:
     """Print the result of `rlhf run` with --json or --quiet: the run as `rlhf status` has it, and what was done."""
+    if outcome.code and not outcome.unmet and not terminal.has_mode("json"):
+        return  # there is no result
     page = folder / "eval" / REPORT_PAGE
     place = page if page.is_file() else folder
     values: dict[str, Any] = {}
@@ -75,7 +78,8 @@ def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
 
 
 def _has_started(run: Run) -> bool:
-    return any(stage.condition != "new" for stage in run.all_stages.values())
+    """Return True if a stage has started, here or in the run of a seed."""
+    return any(stage.condition != "new" for stage in run.all_stages.values()) or bool(seeds_in(run.folder))
 
 
 def _print_unstarted(runs: Sequence[Run]) -> None:
@@ -122,7 +126,7 @@ def _run_row(run: Run) -> list[str]:
         stages.append(name if stage.condition == "finished" else f"{name} ({_state_text(stage)})")
     return [
         shown(run.folder),
-        ", ".join(stages),
+        ", ".join(stages) or f"{len(seeds_in(run.folder))} seeds",
         _last_result(run),
         ago(time.time() - run.changed),
         system.format_bytes(system.folder_bytes(run.folder)),
@@ -194,6 +198,9 @@ def _notes(run: Run) -> list[str]:
             text = f"{names}: large, with a date later than this stage's start, taken for unchanged; --dry-run reads it"
             lines.append(f"{stage.name:<8} {text}")
 
+    seeds = seeds_in(run.folder)
+    if seeds:
+        lines.append(f"{SEEDS_FOLDER:<8} {', '.join(map(str, seeds))} in {shown(run.folder / SEEDS_FOLDER)}")
     old_bytes = system.folder_bytes(run.folder / ".old")
     if old_bytes:
         lines.append(f".old     {system.format_bytes(old_bytes)} that was moved aside")
@@ -202,7 +209,7 @@ def _notes(run: Run) -> list[str]:
 
 def _next_line(run: Run, following: NextAction) -> str:
     """Return the line on what `rlhf run` would do, and why."""
-    command = f"rlhf run {shell_path(run.folder)}"
+    command = run_command(run.folder)
     problems = following.problems
     first = problems[0].line().partition("\n")[0] if problems else ""
     if len(problems) > 1:

@@ -1,5 +1,6 @@
 """Load the configs of a run folder: find them, select stages, and give each stage its overrides."""
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -9,7 +10,7 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import accepts_key, check_override, keys, load
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import Problem, RLHFError, closest_match, closest_path, did_you_mean, shell_path, shown
-from rlhf_cli.runs.layout import STAGES, configs_in
+from rlhf_cli.runs.layout import STAGES, configs_in, seed_of
 
 
 def find_configs(folder: Path) -> dict[str, Path]:
@@ -25,10 +26,27 @@ def find_configs(folder: Path) -> dict[str, Path]:
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
 
     files = {path.stem: path for path in configs_in(folder)}
+    if not files and seed_of(folder):
+        raise RLHFError("C09", f"{shown(folder)} is the run of a seed", hint=run_command(folder))
     if not files:
         names = ", ".join(f"{stage}.yaml" for stage in STAGES)
         raise RLHFError("C09", f"{shown(folder)} holds none of {names}", hint="rlhf init --list shows ready ones")
     return files
+
+
+def run_command(folder: Path) -> str:
+    """Return the command that runs a folder, which may be that of a seed."""
+    if seed := seed_of(folder):
+        study, number = seed
+        return f"rlhf run {shell_path(study)} --seeds {number}"
+    return f"rlhf run {shell_path(folder)}"
+
+
+def add_seed(routed: Mapping[str, list[str]], run: Path, seed: int) -> None:
+    """Add the overrides of a seed's run: its folder, and the seed of the stages that train."""
+    place = f"run={json.dumps(str(run))}"
+    for stage, assignments in routed.items():
+        assignments += [place] if stage == "eval" else [place, f"seed={seed}"]
 
 
 def select_stages(

@@ -14,9 +14,9 @@ from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.pipeline import children
 from rlhf_cli.pipeline.decide import check_inputs_exist, compute_status, decide_stage, plan_stages
-from rlhf_cli.pipeline.load import find_configs, load_all, route_overrides, select_stages
+from rlhf_cli.pipeline.load import add_seed, find_configs, load_all, route_overrides, select_stages
 from rlhf_cli.report import show
-from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE
+from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, seed_folder
 from rlhf_cli.runs.report import read_report
 
 
@@ -51,10 +51,9 @@ def run_folder(
     routed = route_overrides(overrides, list(files))
     check = children.check_command(folder, overrides, options)
     if seed is not None:
-        place = f"run={json.dumps(str(seed_folder(folder, seed)))}"
-        check = children.check_command(folder, [*overrides, f"*.{place}"], options)
-        for stage, assignments in routed.items():
-            assignments += [place] if stage == "eval" else [place, f"seed={seed}"]
+        run = seed_folder(folder, seed)
+        add_seed(routed, run, seed)
+        check = children.check_command(folder, [*overrides, f"*.run={json.dumps(str(run))}"], options)
     is_selection = bool(only or start)  # selected stages check themselves
     try:
         configs = load_all(files, routed)
@@ -107,11 +106,6 @@ def run_folder(
     if seed is None:
         show_summary(folder, configs, routed)
     return outcome
-
-
-def seed_folder(folder: Path, seed: int) -> Path:
-    """Return the folder of the run of one of several seeds."""
-    return folder / "seeds" / str(seed)
 
 
 def _is_complete_evaluation(config: Config) -> bool:

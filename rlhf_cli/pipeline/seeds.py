@@ -15,9 +15,9 @@ from rlhf_cli import terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
-from rlhf_cli.pipeline.run import RunOutcome, run_folder, seed_folder
+from rlhf_cli.pipeline.run import RunOutcome, run_folder
 from rlhf_cli.report import show
-from rlhf_cli.runs.layout import REPORT, REPORT_PAGE
+from rlhf_cli.runs.layout import REPORT, REPORT_PAGE, SEEDS_FOLDER, seed_folder
 from rlhf_cli.runs.report import Report, read_report
 from rlhf_cli.statistics import student_interval, with_interval
 
@@ -44,7 +44,7 @@ class Quantity:
 
     def as_json(self) -> dict[str, Any]:
         interval = student_interval(self.values)
-        return {"mean": self.mean, "spread": self.spread, "ci95": interval, "n": len(self.values)}
+        return {"title": self.title, "mean": self.mean, "spread": self.spread, "ci95": interval, "n": len(self.values)}
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -73,7 +73,8 @@ def run_seeds(folder: Path, seeds: Sequence[int], overrides: Sequence[str], opti
         outcomes[seed] = run_folder(folder, overrides, options, seed=seed, checked=is_checked, **selection)
         if outcomes[seed].code and not outcomes[seed].unmet:
             left = len(seeds) - len(outcomes)
-            terminal.error(f"seed {seed:<3} failed; {left} more were not run; the same command resumes")
+            text = f"seed {seed:<3} ended with exit code {outcomes[seed].code}"
+            terminal.error(f"{text}; {left} more were not run; the same command resumes")
             break
 
     code = next((outcome.code for outcome in outcomes.values() if outcome.code), 0)
@@ -95,7 +96,7 @@ def _conclude(folder: Path, outcomes: Mapping[int, RunOutcome], code: int) -> No
 
     page = None
     if len(reports) > 1:
-        page = folder / "seeds" / REPORT_PAGE
+        page = folder / SEEDS_FOLDER / REPORT_PAGE
         show.write_page([seed_folder(folder, seed) for seed in reports], page)
     values = {
         "run": shown(folder),
@@ -104,7 +105,9 @@ def _conclude(folder: Path, outcomes: Mapping[int, RunOutcome], code: int) -> No
         "results": {each.key: each.as_json() for each in found},
         "page": shown(page) if page else None,
     }
-    terminal.conclude(shown(page or folder / "seeds"), values)
+    is_complete = all(outcome.unmet or not outcome.code for outcome in outcomes.values())
+    if is_complete or terminal.has_mode("json"):
+        terminal.conclude(shown(page or folder / SEEDS_FOLDER), values)
 
 
 def _seed_json(folder: Path, seed: int, outcome: RunOutcome) -> dict[str, Any]:

@@ -61,7 +61,8 @@ def test_finished_seeds_are_kept_and_a_new_one_is_added(started: list[list[str]]
     values = json.loads(rlhf("run", "study", "--seeds", "0,1", "--json").stdout)
     assert stages(started) == ["check", *CONFIGS]
     assert [list(each["ran"]) for each in values["seeds"]] == [[], list(CONFIGS)]
-    assert values["results"]["win_rate"] == {"mean": 0.5, "spread": 0.0, "ci95": [0.5, 0.5], "n": 2}
+    title = "PPO over SFT, reward"
+    assert values["results"]["win_rate"] == {"title": title, "mean": 0.5, "spread": 0.0, "ci95": [0.5, 0.5], "n": 2}
     assert values["page"] == "study/seeds/report.html"
 
 
@@ -71,7 +72,8 @@ def test_a_failure_ends_it_and_the_same_command_resumes(
     whole = children.run_child
     monkeypatch.setattr(children, "run_child", lambda command: 7 if command[4] == "ppo" else whole(command))
     failed = rlhf("run", "study", "--seeds", "0,1,2")
-    assert failed.exit_code == 7 and "seed 0   failed; 2 more were not run; the same command resumes" in failed.stderr
+    assert failed.exit_code == 7 and "seed 0   ended with exit code 7; 2 more were not run" in failed.stderr
+    assert rlhf("run", "study", "--seeds", "0,1,2", "-q").stdout == "", "there is no result"
     monkeypatch.setattr(children, "run_child", whole)
     started.clear()
     assert rlhf("run", "study", "--seeds", "0,1,2").exit_code == 0
@@ -112,3 +114,14 @@ def test_the_interval_over_seeds_is_students() -> None:
     assert math.isclose(high - 0.7, 4.302653 * 0.1 / math.sqrt(3), rel_tol=1e-6) and math.isclose(0.7 - low, high - 0.7)
     alone = seeds.quantities([of(0.6)])[0]
     assert alone.spread is None and alone.as_json()["ci95"] is None
+
+
+def test_the_run_of_a_seed_has_the_configs_of_all(started: list[list[str]]) -> None:
+    assert rlhf("run", "study", "--seeds", "0,1", "-s", "ppo.kl_coef=0.1").exit_code == 0
+    status = rlhf("status", "study/seeds/1")
+    assert status.exit_code == 0 and status.stdout.count(" finished ") == 3
+    assert "next: rlhf run study --seeds 1 runs ppo (stale: ppo.kl_coef 0.1 -> 0.05)" in status.stdout
+    assert "next: nothing" in rlhf("status", "study/seeds/1", "-s", "ppo.kl_coef=0.1").stdout
+    assert is_one_error(rlhf("run", "study/seeds/1"), "C09", "is the run of a seed\nhint: rlhf run study --seeds 1")
+    assert "seeds    0, 1 in study/seeds\n" in rlhf("status", "study").stdout
+    assert "2 seeds" in rlhf("ls", ".").stdout and "never run" not in rlhf("ls", ".").stdout
