@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf_cli import terminal
@@ -26,6 +26,7 @@ class RunOutcome:
 
     code: int = 0
     ran: dict[str, str] = field(default_factory=dict)
+    is_of_seed: bool = False  # one of several
     unmet: bool = False  # the evaluation is complete and does not meet its requirements
 
 
@@ -71,17 +72,36 @@ def run_folder(
             terminal.out(f"{stage:<8} {decision.reason}")
         return RunOutcome()
 
-    outcome = RunOutcome()
+    outcome = RunOutcome(is_of_seed=seed is not None)
+    needed_check = None if checked or is_selection else check
+    outcome.code = _run_stages(configs, routed, options, outcome, force=force, check=needed_check)
+    if seed is None and (outcome.unmet or not outcome.code):
+        show_summary(folder, configs, routed, met=not outcome.unmet)
+    return outcome
+
+
+def _run_stages(
+    configs: Mapping[str, Config],
+    routed: Mapping[str, Sequence[str]],
+    options: Options,
+    outcome: RunOutcome,
+    *,
+    force: Sequence[str],
+    check: Sequence[str] | None,
+) -> int:
+    """Run the stages that are not up to date, note them in `outcome`, and return the exit code.
+
+    `check` is the command that runs before the first one unless only the last has to run.
+    """
     last = list(configs)[-1]
-    checked |= is_selection
     for stage, config in configs.items():
         decision = decide_stage(compute_status(config), forced=stage in force)
-        if decision.runs and not checked and stage != last:
-            checked = True
+        if decision.runs and check and stage != last:
             terminal.say("run      checking configs, data and tokenizers of all stages first")
             code = children.run_child(check)
+            check = None
             if code:
-                return RunOutcome(code)
+                return code
 
         terminal.out(f"{stage:<8} {decision.reason}")
         if decision.runs:
@@ -90,22 +110,16 @@ def run_folder(
             if code:
                 skipped = "" if stage == last else "; what comes after it was not run"
                 terminal.error(f"{stage:<8} ended with exit code {code}{skipped}")
-                unmet = code == 1 and _is_complete_evaluation(config)
-                if unmet and seed is None:
-                    show_summary(folder, configs, routed, met=False)
-                return replace(outcome, code=code, unmet=unmet)
+                outcome.unmet = code == 1 and _is_complete_evaluation(config)
+                return code
         elif isinstance(config, EvalConfig):
             try:
-                _show_evaluation(config, briefly=seed is not None)
+                _show_evaluation(config, briefly=outcome.is_of_seed)
             except RLHFError as error:
-                if seed is None:
-                    show_summary(folder, configs, routed, met=False)
                 terminal.error(str(error))
-                return replace(outcome, code=error.exit_code, unmet=True)
-
-    if seed is None:
-        show_summary(folder, configs, routed)
-    return outcome
+                outcome.unmet = True
+                return error.exit_code
+    return 0
 
 
 def _is_complete_evaluation(config: Config) -> bool:
