@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from rlhf_cli.errors import RLHFError
 
 # -P: never import a file of the working directory that is named like a library (yaml.py)
+NPROC_VARIABLE = "RLHF_NPROC"  # the default of --nproc
 RLHF_COMMAND = (sys.executable, "-P", "-m", "rlhf_cli")
 # set by torchrun, by srun for a step (SLURM_NTASKS is that of the allocation), and by the mpirun of Open MPI, MPICH and
 # MVAPICH; accelerate reads the last three
@@ -156,6 +157,7 @@ def launch_group(count: int, arguments: Sequence[str], *, weights_bytes: int = 0
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    os.environ.pop(NPROC_VARIABLE, None)  # each process of the group is one
     seconds = SECONDS_TO_STOP + math.ceil(CHECKPOINT_PER_WEIGHTS * weights_bytes / CHECKPOINT_RATE)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))

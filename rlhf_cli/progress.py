@@ -71,6 +71,8 @@ class Progress:
         return ", ".join(part._counts() for part in _open[1:] if part.total > 1)
 
     def _show(self) -> None:
+        if terminal.has_mode("quiet"):
+            return
         now = time.monotonic()
         if terminal.is_terminal(sys.stderr) and distributed.is_main_process():
             self._shown |= now - self._began >= BRIEF_S

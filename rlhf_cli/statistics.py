@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 Z95 = 1.959963984540054  # standard normal quantile at 0.975
@@ -368,6 +368,15 @@ def _student(freedom: float, searched: int = 1) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 1 - 0.025 / searched))
+
+
+def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return Student's 95 % interval of the mean of independent values, e.g. of seeds; None of fewer than two."""
+    n = len(values)
+    if n < 2:
+        return None
+    half = _student(n - 1) * stdev(values) / math.sqrt(n)
+    return fmean(values) - half, fmean(values) + half
 
 
 def _differences(values: Sequence[float]) -> list[float]:

@@ -1,30 +1,42 @@
-"""Terminal input and output. Results and tables go to stdout, log lines to stderr; only this and progress.py print."""
+"""Terminal input and output. Results and tables go to stdout, log lines to stderr; only this and progress.py print.
+
+With --quiet only errors and the result are printed. With --json at the end of a command, or --markdown, tables are
+log lines.
+"""
 
 import errno
 import hashlib
 import io
+import json
+import logging
 import os
 import re
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Literal, TextIO
 from unicodedata import combining, east_asian_width
 
 from rlhf_cli import distributed
-from rlhf_cli.errors import Problem, redact
+from rlhf_cli.errors import Problem, RLHFError, redact
 
 SEEN_FILE_VARIABLE = "RLHF_SEEN_MESSAGES"  # names a file with one hash per printed message
 _seen: set[str] = set()
 # Characters that can move the cursor, recolour or retitle a terminal: C0 except tab and newline, DEL, C1.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+STDERR = 2  # its file descriptor
 DIM = "\x1b[2m"
 PLAIN = "\x1b[0m"
 
 _warnings: dict[str, Problem] = {}  # by the line as printed, without its hint
 _muted = False
+Mode = Literal["quiet", "verbose", "json", "markdown"]
+_modes: set[Mode] = set()  # of the command line
+# Read by the libraries when they are imported, also in child processes.
+LIBRARY_LOGS = ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY", "ACCELERATE_LOG_LEVEL")
 _closed_streams: list[TextIO] = []
 _stdout_error: OSError | None = None
 READER_GONE = (errno.EPIPE, errno.EIO)
@@ -69,16 +81,75 @@ def clean(text: str) -> str:
     return redact(CONTROL.sub("", text))
 
 
+def set_mode(mode: Mode) -> None:
+    """Set an option on what this command prints. Raises RLHFError C11 for two that contradict each other."""
+    _modes.add(mode)
+    for first, second in (("quiet", "verbose"), ("json", "markdown")):
+        if {first, second} <= _modes:
+            raise RLHFError("C11", f"--{first} and --{second} contradict each other", hint="give one of the two")
+    if mode == "verbose":
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+        for name in LIBRARY_LOGS:
+            os.environ.setdefault(name, "info")
+
+
+def has_mode(mode: Mode) -> bool:
+    """Return True if the command line has this option."""
+    return mode in _modes
+
+
+def mode_options() -> list[str]:
+    """Return the options for a child process that prints as much as this one."""
+    return [f"--{mode}" for mode in ("quiet", "verbose") if mode in _modes]
+
+
+def stdout_of_children() -> int | None:
+    """Return where a child process prints its results: stdout (None), or elsewhere if stdout is for one result."""
+    if has_mode("quiet"):
+        return subprocess.DEVNULL
+    return STDERR if has_mode("json") else None
+
+
 def say(text: str, *, dim: bool = False) -> None:
     """Print a log line on stderr, on the main process only; `dim` dims it on a terminal."""
+    if not has_mode("quiet"):
+        error(text, dim=dim)
+
+
+def error(text: str, *, dim: bool = False) -> None:
+    """Print a line on stderr that --quiet does not hide, on the main process only."""
     if distributed.is_main_process():
         _write(sys.stderr, text, dim=dim)
 
 
 def out(text: str = "", *, end: str = "\n") -> None:
-    """Print a result line on stdout, on the main process only; without a line break if `end` is empty."""
+    """Print a line of a result on stdout, on the main process only; without a line break if `end` is empty."""
+    if not has_mode("quiet") and distributed.is_main_process():
+        _write(_stream_of_tables(), text, end=end)
+
+
+def answer(text: str = "", *, end: str = "\n") -> None:
+    """Print on stdout what the command is for, also with --quiet or --json, on the main process only."""
     if distributed.is_main_process():
         _write(sys.stdout, text, end=end)
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON on stdout."""
+    answer(json.dumps(value, indent=2))
+
+
+def conclude(place: str, values: Mapping[str, Any]) -> None:
+    """Print the result of a command once more for scripts: with --json its values, with --quiet its path."""
+    if has_mode("json"):
+        print_json(values)
+    elif has_mode("quiet"):
+        answer(place)
+
+
+def _stream_of_tables() -> TextIO:
+    """Return stdout, or stderr where stdout is for one object."""
+    return sys.stderr if has_mode("json") or has_mode("markdown") else sys.stdout
 
 
 def is_stdout_open() -> bool:
@@ -166,6 +237,7 @@ def reset() -> None:
     _stdout_error = None
     _warnings.clear()
     _seen.clear()
+    _modes.clear()
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
@@ -173,9 +245,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
     truncated.
     """
     assert all(len(row) == len(columns) for row in rows), "every row needs a cell for each column"
-    if not distributed.is_main_process():
+    if has_mode("quiet") or not distributed.is_main_process():
         return
-    if is_terminal(sys.stdout):
+    stream = _stream_of_tables()
+    if is_terminal(stream):
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -185,7 +258,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
             grid.add_column(Text(clean(column)))
         for row in rows:
             grid.add_row(*(Text(clean(cell)) for cell in row))
-        Console(file=sys.stdout).print(grid)
+        Console(file=stream).print(grid)
         return
     cells = [[clean(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in (columns, *rows)]
     widths = [max(_width(row[column]) for row in cells) for column in range(len(columns))]

@@ -82,3 +82,12 @@ def test_e04_a_rank_beyond_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     with pytest.raises(RLHFError, match=r"error\[E04\]: RANK: RANK is 2 in a group of 2 processes"):
         distributed.check_group()
+
+
+def test_processes_of_a_group_start_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RLHF_NPROC is the default of --nproc, and each of them would start as many again."""
+    seen: list[str | None] = []
+    monkeypatch.setenv(distributed.NPROC_VARIABLE, "2")
+    launch = lambda *_: lambda *_: seen.append(os.environ.get(distributed.NPROC_VARIABLE))  # noqa: E731
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
+    assert distributed.launch_group(2, []) == 0 and seen == [None]

@@ -26,6 +26,29 @@ def test_results_go_to_stdout_and_log_lines_to_stderr(capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("result\n", "log\n")
 
 
+def test_a_quiet_command_prints_errors_and_its_result(capsys: pytest.CaptureFixture[str]) -> None:
+    def all_ways() -> tuple[str, str]:
+        terminal.out("table")
+        terminal.table(["a"], [["b"]])
+        terminal.say("log")
+        terminal.warn("T02", "no pad token")
+        terminal.error("error")
+        terminal.answer("reply")
+        terminal.conclude("place", {"key": "ä"})
+        return tuple(capsys.readouterr())
+
+    assert all_ways() == ("table\na\nb\nreply\n", "log\nwarning[T02]: no pad token\nerror\n"), "the path is known"
+    terminal.reset()
+    terminal.set_mode("quiet")
+    assert all_ways() == ("reply\nplace\n", "error\n")
+    assert terminal.mode_options() == ["--quiet"] and terminal.stdout_of_children() == subprocess.DEVNULL
+    terminal.reset()
+    terminal.set_mode("json")
+    expected = 'reply\n{\n  "key": "\\u00e4"\n}\n'
+    assert all_ways() == (expected, "table\na\nb\nlog\nwarning[T02]: no pad token\nerror\n")
+    assert terminal.mode_options() == [] and terminal.stdout_of_children() == terminal.STDERR
+
+
 @pytest.mark.parametrize("write", [terminal.say, terminal.out, lambda text: terminal.warn("T02", text)])
 def test_no_way_out_lets_control_characters_through(write, capsys: pytest.CaptureFixture[str]) -> None:
     write("x\x1b]0;title\x07y")
@@ -206,7 +229,8 @@ def test_a_message_of_one_process_is_not_repeated_by_another(
 
 def test_the_stages_of_rlhf_run_are_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: list[str] = []
-    monkeypatch.setattr(run, "run_folder", lambda *_, **__: outputs.extend(printed() for _ in range(2)) or 0)
+    ended = run.RunOutcome()
+    monkeypatch.setattr(run, "run_folder", lambda *_, **__: outputs.extend(printed() for _ in range(2)) or ended)
     assert rlhf("run", ".").exit_code == 0
     assert outputs == [LINE, ""] and terminal.SEEN_FILE_VARIABLE not in os.environ
 

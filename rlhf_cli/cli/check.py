@@ -5,18 +5,33 @@ from typing import Annotated
 import typer
 
 from rlhf_cli import system
-from rlhf_cli.cli.options import AsJson, Debug, FileOrFolder, Nproc, Set, Trailing, TrustRemoteCode, flag, overrides_of
+from rlhf_cli.cli.errors import only_run
+from rlhf_cli.cli.options import (
+    AsJson,
+    Debug,
+    FileOrFolder,
+    Nproc,
+    Quiet,
+    Set,
+    Trailing,
+    TrustRemoteCode,
+    Verbose,
+    flag,
+    overrides_of,
+)
 
 
 def check(
-    path: FileOrFolder,
+    path: FileOrFolder = None,
     assignments: Trailing = None,
     set_: Set = None,
     deep: Annotated[bool, flag("--deep", "Load the models as well.")] = False,
     nproc: Nproc = None,
     as_json: AsJson = False,
-    quiet: Annotated[bool, flag("--quiet -q", "Print only errors.")] = False,
+    before_run: Annotated[bool, typer.Option("--before-run", hidden=True)] = False,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Validate configs, data, tokenizers and batch sizes.
@@ -28,6 +43,7 @@ def check(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
     overrides = overrides_of(set_, assignments)
-    with system.translate_resource_errors(path):
-        code = check_configs(path, overrides, options, deep=deep, as_json=as_json, quiet=quiet)
+    place = path or only_run()
+    with system.translate_resource_errors(place):
+        code = check_configs(place, overrides, options, deep=deep, as_json=as_json, quiet=quiet or before_run)
     raise typer.Exit(code)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from rlhf_cli.cli.options import Debug, argument, option
+from rlhf_cli.cli.options import Debug, Quiet, Verbose, argument, option
 
 
 def convert(
@@ -12,6 +12,8 @@ def convert(
     trl: Annotated[
         str | None, option("--trl", "0.11|1.12", "TRL version of FILE. Default: detected from option names.")
     ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Convert TRL PPO settings to a ppo.yaml; the script is not run."""

@@ -1,7 +1,5 @@
 """`rlhf env`: print versions and devices."""
 
-import json
-
 from rlhf_cli import terminal
 from rlhf_cli.cli.options import AsJson, Debug
 
@@ -12,6 +10,6 @@ def env(as_json: AsJson = False, debug: Debug = False) -> None:
 
     facts = environment()
     if as_json:
-        terminal.out(json.dumps(facts, indent=2))
+        terminal.print_json(facts)
     else:
         terminal.table(["what", "value"], [[name, str(value)] for name, value in facts.items()])

@@ -90,7 +90,7 @@ class CommandGroup(TyperGroup):
             if locks := sys.modules.get("rlhf_cli.runs.locks"):
                 locks.release()
         if code in (129, 130, 143):
-            terminal.say("stopped by a signal")
+            terminal.error("stopped by a signal")
         sys.exit(code)
 
 
@@ -108,13 +108,13 @@ def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Col
         error = _translate_file_error(error) or error
     if isinstance(error, RLHFError):
         if distributed.world_size() == 1 or not _reported_elsewhere(error):
-            show = terminal.say if distributed.is_main_process() else terminal.log_from_any_rank
+            show = terminal.error if distributed.is_main_process() else terminal.log_from_any_rank
             show(str(error))
         return error.exit_code
     if isinstance(error, typer.Abort):
         return 130
     if hasattr(error, "format_message"):  # typer's usage errors
-        terminal.say(str(_usage_error(error.format_message(), arguments, commands)))
+        terminal.error(str(_usage_error(error.format_message(), arguments, commands)))
         return 2
 
     message = " ".join(str(error).split())

@@ -4,12 +4,25 @@ from pathlib import Path
 from typing import Annotated
 
 from rlhf_cli import system
-from rlhf_cli.cli.options import Debug, ModelStage, StageFolder, Step, TrustRemoteCode, flag, heavy_imports, option
+from rlhf_cli.cli.errors import only_run
+from rlhf_cli.cli.options import (
+    Debug,
+    JsonAtEnd,
+    ModelStage,
+    Quiet,
+    StageFolder,
+    Step,
+    TrustRemoteCode,
+    Verbose,
+    flag,
+    heavy_imports,
+    option,
+)
 from rlhf_cli.errors import RLHFError
 
 
 def export(
-    folder: StageFolder,
+    folder: StageFolder = None,
     out: Annotated[Path | None, option("--out", "DIR", "New or empty folder to write to.")] = None,
     push: Annotated[
         str | None, option("--push", "OWNER/NAME", "Hub repository to upload to; created as private.")
@@ -27,6 +40,9 @@ def export(
         bool, flag("--show-prompt", "Show a held-out prompt of your data in the model card.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
+    as_json: JsonAtEnd = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Write a plain Hugging Face model folder, or push it to the Hub.
@@ -41,13 +57,14 @@ def export(
         raise RLHFError("C11", "--public belongs to --push", hint="remove it, or add --push OWNER/NAME")
     from rlhf_cli.config.base import Options
 
+    run = folder or only_run()
     with heavy_imports():
         from rlhf_cli.commands.export import model_folder
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     repository = model_folder.Repository(push, public) if push is not None else None
-    with system.translate_resource_errors(out or folder):
+    with system.translate_resource_errors(out or run):
         model_folder.run(
-            folder, out, options, stage=stage, step=step, dtype=dtype, repository=repository, show_prompt=show_prompt,
+            run, out, options, stage=stage, step=step, dtype=dtype, repository=repository, show_prompt=show_prompt,
             interpolate=interpolate,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import typer
 
 from rlhf_cli import terminal
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.options import Debug, argument, flag, option
+from rlhf_cli.cli.options import Debug, JsonAtEnd, Quiet, Verbose, argument, flag, option
 from rlhf_cli.errors import RLHFError
 
 PRESET_TEXT = "Preset name; `rlhf init --list` shows them."
@@ -45,10 +45,23 @@ def init(
     labels: Annotated[str | None, option("--labels", "NAMES", LABELS_TEXT)] = None,
     from_trl: Annotated[Path | None, typer.Option("--from-trl", metavar="FILE", hidden=True)] = None,
     trl: Annotated[str | None, typer.Option("--trl", metavar="0.11|1.12", hidden=True)] = None,
+    as_json: JsonAtEnd = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
-    """Create a run folder from a preset, from pairs, or from a run."""
+    """Create a run folder from a preset, from pairs, or from a run.
+
+    On a terminal it asks for the arguments that are missing.
+    """
     from rlhf_cli.commands.init import presets
+
+    if terminal.is_interactive() and not (list_ or from_trl or trl or as_json):
+        from rlhf_cli.commands.init import dialogue
+
+        answers = dialogue.ask_missing(dialogue.InitArguments(preset, _text(folder), _text(target), data, base, gpu))
+        preset, folder, target = answers.preset, _path(answers.folder), _path(answers.target)
+        data, base, gpu = answers.data, answers.base, answers.gpu
 
     for_preferences = {
         "data": data, "base": base, "column": column, "plain": plain, "balance-length": balance_length,
@@ -101,6 +114,14 @@ def init(
     if preset in presets.PRESETS and used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")
     presets.init(preset, folder, seed=seed, adapters=adapters, gpu=gpu, baselines=baselines)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _init_next(run: Path | None, folder: Path | None, labels: str | None, *, has_others: bool) -> None:

@@ -5,7 +5,17 @@ from typing import Annotated
 
 from rlhf_cli import system
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.options import Debug, TrustRemoteCode, argument, flag, heavy_imports, option
+from rlhf_cli.cli.options import (
+    Debug,
+    JsonAtEnd,
+    Quiet,
+    TrustRemoteCode,
+    Verbose,
+    argument,
+    flag,
+    heavy_imports,
+    option,
+)
 
 FROM_TEXT = "Who answers: sft, ppo, dpo or a folder; several: sft,ppo. Default: the newest policy."
 COMPARE_TEXT = "Compare two models on held-out prompts, without showing which is which."
@@ -42,6 +52,9 @@ def label(
     form: Annotated[str | None, option("--format", "TOOL", FORMAT_TEXT, choices(("argilla", "labelstudio")))] = None,
     seed: Annotated[int, option("--seed", "N", "Random seed of the answers.", min=0, max=2**32 - 1)] = 0,
     trust_remote_code: TrustRemoteCode = False,
+    as_json: JsonAtEnd = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Label pairs of the policy's answers, to train a reward model.

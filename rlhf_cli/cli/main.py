@@ -59,5 +59,5 @@ def _no_command(
         terminal.out(f"rlhf {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        terminal.say(context.get_help())
+        terminal.error(context.get_help())
         raise typer.Exit(2)

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf_cli import terminal
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.completion import ignore_errors
+from rlhf_cli.distributed import NPROC_VARIABLE
 
 STAGE_SUMMARIES = {
     "sft": "Fine-tune a language model on example answers (SFT).",
@@ -22,14 +24,25 @@ STAGE_SUMMARIES = {
 Complete = Callable[..., list[str]]
 
 
-def option(name: str, metavar: str, text: str, complete: Complete | None = None, **limits: Any) -> Any:
-    """Declare an option with a value; `limits` are min and max."""
-    return typer.Option(*name.split(), metavar=metavar, help=text, autocompletion=ignore_errors(complete), **limits)
+def option(name: str, metavar: str, text: str, complete: Complete | None = None, **more: Any) -> Any:
+    """Declare an option with a value; `more` are its limits, min and max, and its environment variable, envvar."""
+    return typer.Option(*name.split(), metavar=metavar, help=text, autocompletion=ignore_errors(complete), **more)
 
 
-def flag(name: str, text: str) -> Any:
-    """Declare an option without a value."""
-    return typer.Option(*name.split(), help=text)
+def flag(name: str, text: str, **more: Any) -> Any:
+    """Declare an option without a value; `more` is its environment variable, envvar."""
+    return typer.Option(*name.split(), help=text, **more)
+
+
+def _mode(name: str, mode: terminal.Mode, text: str) -> Any:
+    """Declare an option on what the command prints. The terminal knows it; no command has to pass it on."""
+
+    def set_mode(value: bool) -> bool:
+        if value:
+            terminal.set_mode(mode)
+        return value
+
+    return typer.Option(*name.split(), help=text, callback=set_mode)
 
 
 def argument(metavar: str, text: str, complete: Complete | None = None) -> Any:
@@ -42,14 +55,21 @@ def config_of(stage: str, path: Path) -> Path | None:
     return next((file for file in (path, path / f"{stage}.yaml") if file.is_file()), None)
 
 
+def tracker_overrides(report_to: str | None, *, prefix: str = "") -> list[str]:
+    """Return the override of output.report_to for `--report-to NAME,NAME`; --set goes before it."""
+    return [f"{prefix}output.report_to=[{report_to}]"] if report_to is not None else []
+
+
 def overrides_of(set_: list[str] | None, assignments: list[str] | None) -> list[str]:
     """Return the overrides of --set, then those at the end of the command line."""
     return [*(set_ or []), *(assignments or [])]
 
 
 ConfigFile = Annotated[Path | None, option("--config -c", "FILE", "YAML file of the stage.", completion.config)]
+ONLY_RUN = "Default: the only run here."
 FileOrFolder = Annotated[
-    Path, argument("FILE|DIR", "YAML file of a stage, or run folder.", completion.runs_and_configs)
+    Path | None,
+    argument("FILE|DIR", f"YAML file of a stage, or run folder. {ONLY_RUN}", completion.runs_and_configs),
 ]
 Set = Annotated[
     list[str] | None,
@@ -60,9 +80,19 @@ StageWords = Annotated[
     list[str] | None,
     argument("[FILE|RUN] [KEY=VALUE]", "The file or its run, if no --config; same as --set.", completion.words),
 ]
-TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", "Allow models to run the Python code in their folders.")]
-Nproc = Annotated[str | None, option("--nproc", "N", "Number of processes, one per GPU. auto: one for each GPU.")]
-StageFolder = Annotated[Path, argument("RUN", "Run folder, or folder of one of its stages.", completion.runs)]
+TRUST_TEXT = "Allow models to run the Python code in their folders."
+TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", TRUST_TEXT, envvar="RLHF_TRUST_REMOTE_CODE")]
+NPROC_TEXT = "Number of processes, one per GPU. auto: one for each GPU."
+Nproc = Annotated[str | None, option("--nproc", "N", NPROC_TEXT, envvar=NPROC_VARIABLE)]
+REPORT_TO_TEXT = "Trackers for output.report_to, e.g. wandb,tensorboard."
+ReportTo = Annotated[str | None, option("--report-to", "NAMES", REPORT_TO_TEXT, envvar="RLHF_REPORT_TO")]
+STAGE_FOLDER_TEXT = f"Run folder, or folder of one of its stages. {ONLY_RUN}"
+StageFolder = Annotated[Path | None, argument("RUN", STAGE_FOLDER_TEXT, completion.runs)]
+Quiet = Annotated[bool, _mode("--quiet -q", "quiet", "Print only errors and the path of the result.")]
+Verbose = Annotated[bool, _mode("--verbose -v", "verbose", "Print the log of the libraries, too.")]
+JsonAtEnd = Annotated[bool, _mode("--json", "json", "Print the result as one JSON object; tables go to stderr.")]
+MARKDOWN_TEXT = "Print a summary as Markdown, in GitHub Actions to the job's summary, too."
+Markdown = Annotated[bool, _mode("--markdown", "markdown", MARKDOWN_TEXT)]
 AsJson = Annotated[bool, flag("--json", "Print JSON.")]
 Debug = Annotated[bool, flag("--debug", "Print tracebacks of errors.")]
 STAGE_TEXT = "ppo, sft, dpo or reward. Default: the PPO policy, or SFT if there is none."

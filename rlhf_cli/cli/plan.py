@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+from rlhf_cli.cli.errors import only_run
 from rlhf_cli.cli.options import (
     AsJson,
     Debug,
@@ -18,7 +19,7 @@ MODE_TEXT = "Compare another mode: full, lora or qlora. Default: the adapters of
 
 
 def plan(
-    path: FileOrFolder,
+    path: FileOrFolder = None,
     assignments: Trailing = None,
     set_: Set = None,
     mode: Annotated[str | None, option("--mode", "MODE", MODE_TEXT)] = None,
@@ -50,4 +51,4 @@ def plan(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     choices = PlanOptions(mode=mode, prompt=prompt, flops=flops, gpu=gpu, processes=nproc, machines=machines)
-    print_plan(path, overrides_of(set_, assignments), options, choices, as_json=as_json)
+    print_plan(path or only_run(), overrides_of(set_, assignments), options, choices, as_json=as_json)

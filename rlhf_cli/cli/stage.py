@@ -14,13 +14,17 @@ from rlhf_cli.cli.options import (
     ConfigFile,
     Debug,
     Nproc,
+    Quiet,
+    ReportTo,
     Set,
     StageWords,
     TrustRemoteCode,
+    Verbose,
     config_of,
     flag,
     heavy_imports,
     overrides_of,
+    tracker_overrides,
 )
 from rlhf_cli.errors import RLHFError, shell_path, shown
 from rlhf_cli.system import die_with_parent
@@ -49,14 +53,17 @@ def stage_command(stage: str) -> Callable[..., None]:
         dry_run: Annotated[bool, flag("--dry-run", "Print the resolved config, inputs and outputs, and exit.")] = False,
         fresh: Annotated[bool, flag("--fresh", "Move existing output to RUN/.old/ and start over.")] = False,
         nproc: Nproc = None,
+        report_to: ReportTo = None,
         trust_remote_code: TrustRemoteCode = False,
+        quiet: Quiet = False,
+        verbose: Verbose = False,
         debug: Debug = False,
     ) -> None:
         from rlhf_cli.config.base import Options
         from rlhf_cli.config.loading import load
 
         file, assignments = _config_file(stage, config, words or [])
-        overrides = overrides_of(set_, assignments)
+        overrides = [*tracker_overrides(report_to), *overrides_of(set_, assignments)]
         loaded = load(stage, file, overrides)
         options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
         if dry_run:
@@ -97,12 +104,16 @@ def _run_here(config: "Config", options: "Options") -> None:
             from rlhf_cli.report.show import show_evaluation
 
             show_evaluation(config)
+        terminal.conclude(shown(config.folder), {})
 
 
 def _config_file(stage: str, config: Path | None, words: list[str]) -> tuple[Path, list[str]]:
     """Return the YAML file, of --config or of the first word, and the other words. Raises RLHFError C09, C11."""
     if config is not None:
         _refuse_folder(stage, config)
+        if words and "=" not in words[0]:
+            hint = f"omit one of them: rlhf {stage} {shell_path(Path(words[0]))}"
+            raise RLHFError("C11", f"--config {shown(config)} and {words[0]} name a config each", hint=hint)
         return config, words
     if not words or ("=" in words[0] and not os.path.exists(words[0])):
         raise RLHFError("C11", "no FILE or RUN is given", hint=f"rlhf {stage} RUN, or rlhf {stage} --config FILE")

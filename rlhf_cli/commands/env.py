@@ -17,6 +17,9 @@ def environment() -> dict[str, str | int]:
         "torch_threads": torch.get_num_threads(),
         "gpus": torch.cuda.device_count(),
     }
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("RLHF_")]
+    if variables:
+        facts["variables"] = " ".join(variables)
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
         facts["cuda"] = str(torch.version.cuda)

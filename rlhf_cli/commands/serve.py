@@ -49,7 +49,7 @@ def run(folder: Path, options: Options, *, stage: str | None, rollouts: bool, ex
         terminal.say(f"serve    {REQUEST}")
     if execute:
         os.execvp(shlex.split(line)[0], shlex.split(line))
-    terminal.out(line)
+    terminal.answer(line)
 
 
 def model_server(folder: Path, stage: str | None, options: Options) -> tuple[str, str]:

@@ -1,6 +1,5 @@
 """`rlhf status RUN` and `rlhf ls`: print the progress of runs and what comes next."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,8 +12,11 @@ from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.evaluation.report_text import LAST_UPDATE, TRAINING, format_reward
 from rlhf_cli.pipeline.decide import StageDecision
 from rlhf_cli.pipeline.headline import LOG, headline
+from rlhf_cli.pipeline.load import run_command
+from rlhf_cli.pipeline.run import RunOutcome
 from rlhf_cli.pipeline.status import NextAction, find_runs, read_run_and_next
-from rlhf_cli.runs.layout import MANIFEST, find_run_folders
+from rlhf_cli.report.show import brief
+from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, SEEDS_FOLDER, find_run_folders, seeds_in
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.terminal import ago, duration
@@ -22,6 +24,7 @@ from rlhf_cli.terminal import ago, duration
 STAGE_COLUMNS = ("stage", "state", "headline", "time", "when", "size")
 RUN_COLUMNS = ("run", "stages", "headline", "when", "size")
 MISSING_MODEL_CODES = {"M01", "M10"}
+MAX_UNSTARTED = 5  # folders that never ran, by name
 MAX_FOLDERS = 500  # to search for runs if none was named
 
 
@@ -30,11 +33,32 @@ def show(folder: Path, overrides: Sequence[str] = (), *, as_json: bool = False) 
     with terminal.muted_warnings():  # the stages print them
         run, following = read_run_and_next(folder, overrides)
     if as_json:
-        _print_json({**_run_json(run), "next": _next_json(following)})
+        terminal.print_json({**_run_json(run), "next": _next_json(following)})
         return
     terminal.table(STAGE_COLUMNS, stage_rows(run))
     for line in [*_notes(run), _next_line(run, following)]:
         terminal.out(line)
+
+
+def conclude_run(folder: Path, overrides: Sequence[str], outcome: RunOutcome) -> None:
+    """Print the result of `rlhf run` with --json or --quiet: the run as `rlhf status` has it, and what was done."""
+    if outcome.code and not outcome.unmet and not terminal.has_mode("json"):
+        return  # there is no result
+    page = folder / "eval" / REPORT_PAGE
+    place = page if page.is_file() else folder
+    values: dict[str, Any] = {}
+    if terminal.has_mode("json"):
+        with terminal.muted_warnings():
+            run, following = read_run_and_next(folder, overrides)
+        values = {
+            **_run_json(run),
+            "next": _next_json(following),
+            "exit_code": outcome.code,
+            "ran": outcome.ran,
+            "page": shown(page) if page.is_file() else None,
+            "conclusion": brief(folder)[0] if page.is_file() else None,
+        }
+    terminal.conclude(shown(place), values)
 
 
 def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
@@ -43,11 +67,28 @@ def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
     with terminal.muted_warnings():
         found = find_runs(folders)
     if as_json:
-        _print_json([_run_json(run) for run in found])
+        terminal.print_json([_run_json(run) for run in found])
     elif found:
-        terminal.table(RUN_COLUMNS, [_run_row(run) for run in found])
+        started = [run for run in found if _has_started(run)]
+        if started:
+            terminal.table(RUN_COLUMNS, [_run_row(run) for run in started])
+        _print_unstarted([run for run in found if run not in started])
     else:
         terminal.say(f"no runs below {', '.join(map(shown, folders))}; rlhf init demo runs/demo makes one")
+
+
+def _has_started(run: Run) -> bool:
+    """Return True if a stage has started, here or in the run of a seed."""
+    return any(stage.condition != "new" for stage in run.all_stages.values()) or bool(seeds_in(run.folder))
+
+
+def _print_unstarted(runs: Sequence[Run]) -> None:
+    """Print the folders of configs that never ran, in one line."""
+    names = [shown(run.folder) for run in runs[:MAX_UNSTARTED]]
+    if len(runs) > MAX_UNSTARTED:
+        names.append(f"and {len(runs) - MAX_UNSTARTED} more")
+    if names:
+        terminal.out(f"never run: {', '.join(names)}")
 
 
 def runs_here() -> list[str]:
@@ -85,7 +126,7 @@ def _run_row(run: Run) -> list[str]:
         stages.append(name if stage.condition == "finished" else f"{name} ({_state_text(stage)})")
     return [
         shown(run.folder),
-        ", ".join(stages) or "nothing yet",
+        ", ".join(stages) or f"{len(seeds_in(run.folder))} seeds",
         _last_result(run),
         ago(time.time() - run.changed),
         system.format_bytes(system.folder_bytes(run.folder)),
@@ -159,6 +200,9 @@ def _notes(run: Run) -> list[str]:
             text = f"{names}: large, with a date later than this stage's start, taken for unchanged; --dry-run reads it"
             lines.append(f"{stage.name:<8} {text}")
 
+    seeds = seeds_in(run.folder)
+    if seeds:
+        lines.append(f"{SEEDS_FOLDER:<8} {', '.join(map(str, seeds))} in {shown(run.folder / SEEDS_FOLDER)}")
     old_bytes = system.folder_bytes(run.folder / ".old")
     if old_bytes:
         lines.append(f".old     {system.format_bytes(old_bytes)} that was moved aside")
@@ -167,7 +211,7 @@ def _notes(run: Run) -> list[str]:
 
 def _next_line(run: Run, following: NextAction) -> str:
     """Return the line on what `rlhf run` would do, and why."""
-    command = f"rlhf run {shell_path(run.folder)}"
+    command = run_command(run.folder)
     problems = following.problems
     first = problems[0].line().partition("\n")[0] if problems else ""
     if len(problems) > 1:
@@ -201,10 +245,6 @@ def _describe_order(decisions: Mapping[str, StageDecision]) -> str:
     if possible:
         text += f", then {', '.join(possible)} if their inputs change"
     return text
-
-
-def _print_json(value: object) -> None:
-    terminal.out(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def _run_json(run: Run) -> dict[str, Any]:

@@ -5,7 +5,6 @@ update's line of metrics.jsonl, its rows of samples.jsonl, and the weights of th
 are any. RUN is not modified.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -256,7 +255,8 @@ class Comparison:
         title = f"update {self.step} of {shown(self.run.folder)}: largest differences"
         terminal.table(["quantity", "numbers", "largest", "recorded"], rows, title=title)
         terminal.out()
-        terminal.out(self.result())
+        show = terminal.out if self.agrees else terminal.answer
+        show(self.result())
 
     def print_json(self) -> None:
         values = {
@@ -268,4 +268,4 @@ class Comparison:
             "told": [self.result()],
             "quantities": [asdict(quantity) for quantity in self.quantities],
         }
-        terminal.out(json.dumps(values, indent=2))
+        terminal.print_json(values)

@@ -229,7 +229,8 @@ def _datasets() -> Any:
     import datasets
     from huggingface_hub.utils.logging import set_verbosity_error
 
-    set_verbosity_error()  # it warns about every README without metadata
-    datasets.utils.logging.set_verbosity_error()
+    if not terminal.has_mode("verbose"):
+        set_verbosity_error()  # it warns about every README without metadata
+        datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     return datasets

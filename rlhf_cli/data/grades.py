@@ -99,7 +99,7 @@ class GradedPairs:
         return None
 
     def pairs(self, rows: RowIterator, note: Callable[[RowLocation, BadRow], None]) -> RowIterator:
-        """Yield the rows with their margins, those of ties left out and counted; `note` gets those with a bad grade."""
+        """Yield the rows with their margins, omit and count ties; `note` gets those with a bad grade."""
         for location, row in rows:
             try:
                 strength = self._strength(row)

@@ -1,7 +1,7 @@
 """Ratings of two scales in one source, such as 0 to 1 beside 1 to 10.
 
-One mixture is nearly certain: all fractions are below 1, although there are whole ratings far above. A single scale
-with so many fractions has some of them between its larger numbers, too.
+One mixture is nearly certain: all fractions are below 1, although there are whole ratings far above. Of a single scale
+some of that many fractions are between its larger numbers, too.
 """
 
 from collections.abc import Sequence

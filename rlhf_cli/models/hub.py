@@ -128,7 +128,8 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
     hub = HfApi()
     removed: list[str] = []
     try:
-        logging.set_verbosity_error()
+        if not terminal.has_mode("verbose"):
+            logging.set_verbosity_error()
         set_progress_bars = enable_progress_bars if bars else disable_progress_bars
         set_progress_bars()
         with warnings.catch_warnings(action="ignore"):

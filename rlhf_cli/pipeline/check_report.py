@@ -1,6 +1,5 @@
 """What `rlhf check` finds: the errors of all stages, what was checked, and what could not be."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -41,7 +40,7 @@ class CheckReport:
         return None
 
     def add(self, stage: str, label: str, result: str, **further: Any) -> None:
-        """Add a row to the table of checked items; `sources` is a table of its own."""
+        """Add a row to the table of checked items; `sources` is printed as a separate table."""
         self.checked.append({"stage": stage, "what": label, "found": result, **further})
 
     def show(self, *, as_json: bool) -> int:
@@ -49,7 +48,7 @@ class CheckReport:
         order = list(CONFIGS)
         self.checked.sort(key=lambda item: order.index(item["stage"]))
         if as_json:
-            terminal.out(json.dumps(self._as_json(), indent=2))
+            terminal.print_json(self._as_json())
             return self.exit_code
 
         if self.checked:
@@ -92,7 +91,7 @@ class CheckReport:
     def show_errors(self) -> int:
         """Print the errors only; return the exit code."""
         for problem in self.errors:
-            terminal.say(str(problem))
+            terminal.error(str(problem))
         return self.exit_code
 
 

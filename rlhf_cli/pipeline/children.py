@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from rlhf_cli import terminal
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.system import die_with_parent, is_nohup
@@ -25,7 +26,7 @@ def child_command(config: Config, overrides: Sequence[str], options: Options, *,
 
 def check_command(folder: Path, overrides: Sequence[str], options: Options) -> list[str]:
     """Return the command line that checks all stages of a folder before the first one trains."""
-    return [*RLHF_COMMAND, "check", str(folder), "--quiet", *_options(overrides, options)]
+    return [*RLHF_COMMAND, "check", str(folder), "--before-run", *_options(overrides, options)]
 
 
 def _options(overrides: Sequence[str], options: Options) -> list[str]:
@@ -34,6 +35,7 @@ def _options(overrides: Sequence[str], options: Options) -> list[str]:
         words += ["--nproc", options.nproc]
     for text in overrides:
         words += ["--set", text]
+    words += terminal.mode_options()
     if options.trust_remote_code:
         words.append("--trust-remote-code")
     if options.debug:
@@ -67,7 +69,10 @@ def run_child(command: Sequence[str]) -> int:
     handlers = {**dict.fromkeys(forwarded, forward), signal.SIGTSTP: pause}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        child = subprocess.Popen(command, process_group=0, preexec_fn=partial(die_with_parent, os.getpid()))
+        stdout = terminal.stdout_of_children()
+        child = subprocess.Popen(
+            command, process_group=0, stdout=stdout, preexec_fn=partial(die_with_parent, os.getpid())
+        )
         for number in list(received):
             child.send_signal(number)
         code = child.wait()

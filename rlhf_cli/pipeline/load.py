@@ -1,5 +1,6 @@
 """Load the configs of a run folder: find them, select stages, and give each stage its overrides."""
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -9,7 +10,7 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import accepts_key, check_override, keys, load
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import Problem, RLHFError, closest_match, closest_path, did_you_mean, shell_path, shown
-from rlhf_cli.runs.layout import STAGES, configs_in
+from rlhf_cli.runs.layout import STAGES, configs_in, seed_of
 
 
 def find_configs(folder: Path) -> dict[str, Path]:
@@ -25,10 +26,27 @@ def find_configs(folder: Path) -> dict[str, Path]:
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
 
     files = {path.stem: path for path in configs_in(folder)}
+    if not files and seed_of(folder):
+        raise RLHFError("C09", f"{shown(folder)} is the run of a seed", hint=run_command(folder))
     if not files:
         names = ", ".join(f"{stage}.yaml" for stage in STAGES)
         raise RLHFError("C09", f"{shown(folder)} holds none of {names}", hint="rlhf init --list shows ready ones")
     return files
+
+
+def run_command(folder: Path) -> str:
+    """Return the command that runs a folder, which may be that of a seed."""
+    if seed := seed_of(folder):
+        study, number = seed
+        return f"rlhf run {shell_path(study)} --seeds {number}"
+    return f"rlhf run {shell_path(folder)}"
+
+
+def add_seed(routed: Mapping[str, list[str]], run: Path, seed: int) -> None:
+    """Add the overrides of a seed's run: its folder, and the seed of the stages that train."""
+    place = f"run={json.dumps(str(run))}"
+    for stage, assignments in routed.items():
+        assignments += [place] if stage == "eval" else [place, f"seed={seed}"]
 
 
 def select_stages(
@@ -73,7 +91,8 @@ def _require_config(option: str, stage: str, files: Mapping[str, Path], folder: 
 def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str]]:
     """Assign each `--set` to the stage that has the key, else its section; with a leading `*.` to all that do.
 
-    Raises C11 for text that is not KEY=VALUE, an unknown section, and a key of several stages without `*.`.
+    `ppo:KEY=VALUE` is for that stage. Raises C11 for text that is not KEY=VALUE, an unknown section, a key of several
+    stages without `*.`, and a stage that does not run here.
     """
     routed: dict[str, list[str]] = {stage: [] for stage in stages}
     problems = []
@@ -84,6 +103,14 @@ def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str
             continue
 
         key = text.partition("=")[0].strip()
+        stage, colon, _ = key.partition(":")
+        if colon and stage in routed:
+            routed[stage].append(text.strip().removeprefix(f"{stage}:"))
+            continue
+        if colon:
+            problems.append(_unknown_stage_problem(stage, key, stages))
+            continue
+
         owners = _owners_of(key, stages)
         for stage in owners:
             routed[stage].append(text)
@@ -109,8 +136,13 @@ def _owners_of(key: str, stages: Sequence[str]) -> list[str]:
 
 def _ambiguous_key_problem(key: str, text: str, owners: Sequence[str]) -> Problem:
     files = ", ".join(f"{stage}.yaml" for stage in owners)
-    hint = f"-s '*.{text}' sets it in all of them; for one, change its file"
+    hint = f"-s '*.{text}' sets it in all of them, -s '{owners[0]}:{text}' in one"
     return Problem("C11", f"{_section_of(key)} is in {files}", f"--set {key}", hint)
+
+
+def _unknown_stage_problem(stage: str, key: str, stages: Sequence[str]) -> Problem:
+    text = f"{stage}: not one of the stages that run here ({', '.join(stages)})"
+    return Problem("C11", text, f"--set {key}", did_you_mean(stage, stages))
 
 
 def _unknown_key_problem(key: str, stages: Sequence[str]) -> Problem:

@@ -1,6 +1,8 @@
 """`rlhf run DIR`: run the stages of a folder, each in a child process, and skip those that are up to date by hash."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf_cli import terminal
@@ -12,10 +14,20 @@ from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.pipeline import children
 from rlhf_cli.pipeline.decide import check_inputs_exist, compute_status, decide_stage, plan_stages
-from rlhf_cli.pipeline.load import find_configs, load_all, route_overrides, select_stages
+from rlhf_cli.pipeline.load import add_seed, find_configs, load_all, route_overrides, select_stages
 from rlhf_cli.report import show
-from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE
+from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, seed_folder
 from rlhf_cli.runs.report import read_report
+
+
+@dataclass
+class RunOutcome:
+    """What `rlhf run` did: its exit code, and why each stage ran that did, by stage."""
+
+    code: int = 0
+    ran: dict[str, str] = field(default_factory=dict)
+    is_of_seed: bool = False  # one of several
+    unmet: bool = False  # the evaluation is complete and does not meet its requirements
 
 
 def run_folder(
@@ -26,16 +38,23 @@ def run_folder(
     only: Sequence[str] = (),
     start: str | None = None,
     force: Sequence[str] = (),
-) -> int:
-    """Bring the stages of a folder up to date; return 0, or the exit code of the stage that failed.
+    seed: int | None = None,
+    checked: bool = False,
+) -> RunOutcome:
+    """Bring the stages of a folder up to date; the exit code is 0, or that of the stage that failed.
 
-    `only`, `start` and `force` are the options --only, --from and --force. If any stage but the last has to run,
-    `rlhf check` of the whole folder runs first; its exit code is returned if it fails. Raises RLHFError C01-C17, D01,
-    M01, M10 before anything runs, R06 for an unmet requirement of an evaluation.
+    `only`, `start` and `force` are the options --only, --from and --force. With `seed`, the run is DIR/seeds/SEED, and
+    the seed is that of the stages that train. If any stage but the last has to run, `rlhf check` of the whole folder
+    runs first, unless it is `checked`; its exit code is returned if it fails. Raises RLHFError C01-C17, D01, M01, M10
+    before anything runs.
     """
     files = select_stages(find_configs(folder), folder, only=only, start=start, force=force)
     routed = route_overrides(overrides, list(files))
     check = children.check_command(folder, overrides, options)
+    if seed is not None:
+        run = seed_folder(folder, seed)
+        add_seed(routed, run, seed)
+        check = children.check_command(folder, [*overrides, f"*.run={json.dumps(str(run))}"], options)
     is_selection = bool(only or start)  # selected stages check themselves
     try:
         configs = load_all(files, routed)
@@ -45,42 +64,61 @@ def run_folder(
         if not (is_selection or options.dry_run or is_unreadable):
             code = children.run_child(check)
             if code:
-                return code
+                return RunOutcome(code)
         raise
 
     if options.dry_run:
         for stage, decision in plan_stages(configs, force).items():
             terminal.out(f"{stage:<8} {decision.reason}")
-        return 0
+        return RunOutcome()
 
+    outcome = RunOutcome(is_of_seed=seed is not None)
+    needed_check = None if checked or is_selection else check
+    outcome.code = _run_stages(configs, routed, options, outcome, force=force, check=needed_check)
+    if seed is None and (outcome.unmet or not outcome.code):
+        show_summary(folder, configs, routed, met=not outcome.unmet)
+    return outcome
+
+
+def _run_stages(
+    configs: Mapping[str, Config],
+    routed: Mapping[str, Sequence[str]],
+    options: Options,
+    outcome: RunOutcome,
+    *,
+    force: Sequence[str],
+    check: Sequence[str] | None,
+) -> int:
+    """Run the stages that are not up to date, note them in `outcome`, and return the exit code.
+
+    `check` is the command that runs before the first one unless only the last has to run.
+    """
     last = list(configs)[-1]
-    checked = is_selection
     for stage, config in configs.items():
         decision = decide_stage(compute_status(config), forced=stage in force)
-        if decision.runs and not checked and stage != last:
-            checked = True
+        if decision.runs and check and stage != last:
             terminal.say("run      checking configs, data and tokenizers of all stages first")
             code = children.run_child(check)
+            check = None
             if code:
                 return code
 
         terminal.out(f"{stage:<8} {decision.reason}")
         if decision.runs:
+            outcome.ran[stage] = decision.reason
             code = children.run_child(children.child_command(config, routed[stage], options, fresh=decision.fresh))
             if code:
                 skipped = "" if stage == last else "; what comes after it was not run"
-                terminal.say(f"{stage:<8} ended with exit code {code}{skipped}")
-                if code == 1 and _is_complete_evaluation(config):
-                    show_summary(folder, configs, routed, met=False)
+                terminal.error(f"{stage:<8} ended with exit code {code}{skipped}")
+                outcome.unmet = code == 1 and _is_complete_evaluation(config)
                 return code
         elif isinstance(config, EvalConfig):
             try:
-                _show_evaluation(config)
-            except RLHFError:
-                show_summary(folder, configs, routed, met=False)
-                raise
-
-    show_summary(folder, configs, routed)
+                _show_evaluation(config, briefly=outcome.is_of_seed)
+            except RLHFError as error:
+                terminal.error(str(error))
+                outcome.unmet = True
+                return error.exit_code
     return 0
 
 
@@ -89,11 +127,12 @@ def _is_complete_evaluation(config: Config) -> bool:
     return isinstance(config, EvalConfig) and (config.folder / MANIFEST).is_file()
 
 
-def _show_evaluation(config: EvalConfig) -> None:
-    """Print the report of an evaluation that is up to date. Raises RLHFError R06 for an unmet requirement."""
+def _show_evaluation(config: EvalConfig, *, briefly: bool) -> None:
+    """Print the report of an up-to-date evaluation, unless `briefly`. Raises RLHFError R06 for an unmet requirement."""
     if not (config.folder / REPORT_PAGE).exists():  # killed between writing the manifest and the HTML report
         show.write_beside(config.folder)
-    print_report(config.folder)
+    if not briefly:
+        print_report(config.folder)
     check_requirements(read_report(config.folder), config.eval.require, where=config.where)
 
 

@@ -13,9 +13,9 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.errors import Problem, RLHFError, read_error, shown
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.pipeline.decide import StageDecision, check_inputs_exist, plan_stages
-from rlhf_cli.pipeline.load import find_configs, load_valid, route_overrides
+from rlhf_cli.pipeline.load import add_seed, find_configs, load_valid, route_overrides
 from rlhf_cli.runs.identity import StageStatus
-from rlhf_cli.runs.layout import STAGES, configs_in, find_run_folders, has_output, is_preset
+from rlhf_cli.runs.layout import STAGES, configs_in, find_run_folders, has_output, is_preset, seed_of
 from rlhf_cli.runs.progress import read_stage_at_work
 from rlhf_cli.runs.read import Run, Stage, root_of
 from rlhf_cli.runs.report import read_report
@@ -42,13 +42,17 @@ def read_run_and_next(folder: Path, overrides: Sequence[str] = ()) -> tuple[Run,
     started = [stage for stage in STAGES if has_output(root / stage)]
     files: dict[str, Path] = {}
     problems: list[Problem] = []
+    seed = seed_of(root)
     try:
-        files = find_configs(root)
+        files = find_configs(seed[0] if seed else root)
     except RLHFError as error:
         if not started:
             raise
         problems += error.problems
-    configs, invalid = load_valid(files.values(), route_overrides(overrides, list(files)))
+    routed = route_overrides(overrides, list(files))
+    if seed:
+        add_seed(routed, root, seed[1])
+    configs, invalid = load_valid(files.values(), routed)
     problems += invalid
 
     statuses = {stage: _status(config) for stage, config in configs.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli.config.ppo import WatchdogSettings
+from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.report_text import (
     OWN_REWARD,
     is_own_reward,
@@ -338,6 +339,17 @@ class Diagnosis:
             if stage.outdated:
                 sentences.append(f"Out of date: {stage.name}, made from {', and from '.join(stage.outdated)}.")
         return " ".join(sentences)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the diagnosis for scripts: the conclusion, and each stage's grade with its reasons."""
+        stages = [{"stage": each.stage, "grade": each.grade, "findings": list(each.findings)} for each in self.badges]
+        rates = {judge: rate.model_dump(mode="json", exclude_none=True) for judge, rate in self.run.rates.items()}
+        return {
+            "run": shown(self.run.folder),
+            "conclusion": self.conclusion(),
+            "stages": stages,
+            "win_rate": rates,
+        }
 
     def _fix_first(self) -> str:
         if self.hacking:

@@ -42,6 +42,11 @@ def render_template(template: str, **values: Any) -> str:
     )
 
 
+def with_reload(page: str, seconds: float) -> str:
+    """Return a page that the browser reloads every `seconds`."""
+    return page.replace(GENERATOR_TAG, f'{GENERATOR_TAG}\n<meta http-equiv="refresh" content="{seconds:g}">', 1)
+
+
 @cache
 def _environment() -> "Environment":
     """Return the environment of all templates: compiling one takes longer than rendering it."""

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.config.eval import EvalConfig
@@ -17,16 +19,40 @@ from rlhf_cli.runs.read import Run, at_step, read_run
 from rlhf_cli.runs.report import read_report
 from rlhf_cli.runs.resolve import LAST
 
+if TYPE_CHECKING:
+    from rlhf_cli.report.diagnosis import Diagnosis
 
-def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
-    """Write the page, print its path and a summary line, and return the path.
+
+@dataclass(frozen=True)
+class Page:
+    """A page that was written, the diagnosis of each of its runs, and what it says in one line."""
+
+    path: Path
+    found: Sequence["Diagnosis"]
+    summary: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"page": shown(self.path), "runs": [each.as_json() for each in self.found]}
+
+
+def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Page:
+    """Write the page, print its path and a summary line, and return it. Raises RLHFError as `draw_page` does."""
+    page = draw_page(folders, out, step)
+    terminal.out(shown(page.path))
+    terminal.say(f"report   {page.summary}")
+    terminal.say("next: open it in a browser")
+    return page
+
+
+def draw_page(folders: Sequence[Path], out: Path | None, step: str = LAST, *, reload_s: float | None = None) -> Page:
+    """Write the page of a run or of several, which reloads itself every `reload_s` seconds in the browser.
 
     `step` selects PPO's policy as in `runs.at_step`. The default of `out` is RUN/eval/report.html, RUN/report.html
     without eval/, ./report.html for several runs, and report-STEP.html for a policy other than the last. Raises
     RLHFError M01 for folders without a stage, C07 and M10 for `step`, C15 if the path has a file that is not a report,
     E03 if it cannot be written.
     """
-    from rlhf_cli.report import compare, diagnosis, page
+    from rlhf_cli.report import compare, diagnosis, html, page
 
     runs: list[Run] = []
 
@@ -38,19 +64,19 @@ def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> P
 
     target = out or _default_target(runs, step)
     _prepare_target(target)
+    found = [diagnosis.diagnose(each) for each in runs]
     if len(runs) == 1:
         contents = page.of_run(runs[0])
-        summary = diagnosis.diagnose(runs[0]).conclusion()
+        summary = found[0].conclusion()
     else:
         contents = compare.of_runs(runs)
         names = compare.short_names([each.folder for each in runs])
         summary = f"comparison of {len(runs)} runs: {', '.join(names)}"
 
+    if reload_s:
+        contents = html.with_reload(contents, reload_s)
     write_text(target.resolve(), contents)
-    terminal.out(shown(target))
-    terminal.say(f"report   {summary}")
-    terminal.say("next: open it in a browser")
-    return target
+    return Page(target, found, summary)
 
 
 def _default_target(runs: Sequence[Run], step: str) -> Path:

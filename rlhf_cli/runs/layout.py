@@ -18,6 +18,7 @@ REPORT_PAGE = "report.html"  # written from existing files at any time; not part
 SNAPSHOTS = "snapshots"  # folder of a PPO run with the policies saved during training
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+SEEDS_FOLDER = "seeds"  # of a run: a run for each seed of `rlhf run --seeds`
 LABELS_FOLDER = "labels"  # of a run: what `rlhf label` writes
 MERGED = "merged"  # folder of the merged model's config.json; at the top level it would indicate full weights
 
@@ -51,6 +52,26 @@ def configs_in(folder: Path) -> list[Path]:
     """Return the paths of the stage configs in a folder."""
     paths = [folder / f"{stage}.yaml" for stage in STAGES]
     return [path for path in paths if os.path.isfile(path)]
+
+
+def seed_folder(folder: Path, seed: int) -> Path:
+    """Return the folder of the run of one of several seeds."""
+    return folder / SEEDS_FOLDER / str(seed)
+
+
+def seed_of(folder: Path) -> tuple[Path, int] | None:
+    """Return the folder with the configs and the seed of a run that is one of several seeds, or None."""
+    path = Path(os.path.abspath(folder))
+    if path.parent.name != SEEDS_FOLDER or not path.name.isdecimal() or configs_in(path):
+        return None
+    study = path.parent.parent
+    return (study, int(path.name)) if configs_in(study) else None
+
+
+def seeds_in(folder: Path) -> list[int]:
+    """Return the seeds that have a run in a run's folder."""
+    names = _folders_in(folder / SEEDS_FOLDER)
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def find_run_folders(folder: Path, depth: int, max_folders: int | None = None) -> Iterator[Path]:

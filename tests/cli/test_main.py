@@ -83,7 +83,12 @@ def test_the_version_is_the_packages() -> None:
         ("sft seed=1", "C11", "no FILE or RUN is given", "rlhf sft RUN"),
         ("sft base", "C09", "base has no sft.yaml", "name a run folder, or its file: rlhf sft FILE"),
         ("sft nope", "C09", "nope", ""),
-        ("sft -c sft.yaml base", "C11", "--set base: expected KEY=VALUE", ""),
+        (
+            "sft -c sft.yaml base",
+            "C11",
+            "--config sft.yaml and base name a config each",
+            "omit one of them: rlhf sft base",
+        ),
         ("sft -c .", "C09", "is a folder", "--config sft.yaml; for all stages: rlhf run "),
         ("sft -c base", "C09", "base is a folder", "give the stage's YAML file"),
         ("ppo -c ppo.yaml --dry-run models.sft=./bse", "M01", "bse", ""),
@@ -128,7 +133,11 @@ def test_run_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None
     from rlhf_cli.pipeline import run as pipeline_run
 
     calls: list[Any] = []
-    monkeypatch.setattr(pipeline_run, "run_folder", lambda *given, **options: calls.append((given, options)) or 5)
+    monkeypatch.setattr(
+        pipeline_run,
+        "run_folder",
+        lambda *given, **options: calls.append((given, options)) or pipeline_run.RunOutcome(5),
+    )
     selected = ["--only", "ppo", "--force", "ppo", "--from", "sft"]
     assert rlhf("run", "x", "-s", "*.seed=3", "ppo.kl_coef=1", *selected, "--dry-run").exit_code == 5
     assert calls == [

@@ -291,22 +291,30 @@ def test_status_waits_for_a_base_in_training(demo: Path) -> None:
 
 
 def test_a_base_is_listed_only_if_nothing_starts_from_it(demo: Path) -> None:
-    assert [line.split()[0] for line in rlhf("ls").splitlines()[1:]] == ["run"]
+    assert rlhf("ls") == "never run: run\n"
     assert fake_stage.main(["sft", "--config", str(demo / "base/sft.yaml")]) == 0
-    assert [line.split()[0] for line in rlhf("ls").splitlines()[1:]] == ["run"]
+    assert rlhf("ls") == "never run: run\n"
     assert status_of(demo)["bases"] == [] and rlhf("status", demo).splitlines()[1].startswith("sft  ")
     assert rlhf("ls", "run/base").splitlines()[1].startswith("run/base  sft")
     (demo / "sft.yaml").write_text(CONFIGS["sft"].replace("./base", "plain"))
-    assert {line.split()[0] for line in rlhf("ls").splitlines()[1:]} == {"run", "run/base"}
+    assert [line.split()[0] for line in rlhf("ls").splitlines()] == ["run", "run/base", "never"]
 
 
 # Without a run on the command line
 
 
-TAKES_THE_ONLY_ONE = ("status", "report")
+TAKES_THE_ONLY_ONE = ("status", "report", "check", "plan", "chat", "verify", "export", "serve")
 
 
-@pytest.mark.parametrize("command", TAKES_THE_ONLY_ONE)
+@pytest.mark.parametrize("command", ["export --out model", "verify", "serve", "check", "chat", "plan"])
+def test_other_commands_take_the_only_run_too(run: Path, command: str) -> None:
+    alone, named = run_cli.rlhf(*command.split()), run_cli.rlhf(*command.split(" ")[:1], run, *command.split()[1:])
+    first, rest = alone.stderr.split("\n", 1)
+    assert first == "run is the only run here"
+    assert (alone.exit_code, alone.stdout, rest) == (named.exit_code, named.stdout, named.stderr)
+
+
+@pytest.mark.parametrize("command", TAKES_THE_ONLY_ONE[:2])
 def test_the_only_run_here_is_the_default(run: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     alone = run_cli.rlhf(command)
     assert alone.exit_code == 0 and alone.stderr.startswith("run is the only run here\n")
@@ -316,15 +324,17 @@ def test_the_only_run_here_is_the_default(run: Path, monkeypatch: pytest.MonkeyP
     assert inside.exit_code == 0 and inside.stderr.startswith("this folder is a run\n")
 
 
-@pytest.mark.parametrize("command", ["status", "run", "report", "chat", "check", "plan", "verify", "export", "serve"])
+@pytest.mark.parametrize("command", [*TAKES_THE_ONLY_ONE, "run", "label"])
 def test_a_command_without_a_run_lists_the_runs_here(run: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    needed = ("--out", "model") if command == "export" else ()
+
     def refusal(*options: str) -> tuple[str, str]:
-        result = run_cli.rlhf(command, *options)
+        result = run_cli.rlhf(command, *needed, *options)
         error, hint = result.stderr.splitlines()
         assert (result.exit_code, result.stdout) == (2, "") and error.startswith(
             f"error[C11]: rlhf {command}: which run? "
         )
-        return error.partition("? ")[2], hint
+        return error.partition("? ")[2], hint.removesuffix(" --out model")
 
     shutil.copytree(run, "other run")
     os.utime(run / "eval/manifest.json", (time.time() + 5,) * 2)  # the newer one comes first
@@ -468,9 +478,9 @@ def test_ls_lists_runs_the_newest_first(run: Path) -> None:
     assert [each["run"] for each in found] == names and "next" not in found[0]
     assert found[0]["stages"][2]["state"] == "stopped" and found[0]["stages"][3]["state"] == "stale"
     lines = rlhf("ls").splitlines()
-    assert [line.split()[0] for line in lines] == ["run", *names]
+    assert [line.split()[0] for line in lines[:-1]] == ["run", "runs/new", "runs/deep/a/b", "runs/old"]
     assert "sft, reward, ppo (stopped, saved at step 2 of 1), eval (stale)" in lines[1]
-    assert "nothing yet" in lines[2] and "accuracy 0.750 [0.690, 0.800]" in lines[4]
+    assert "accuracy 0.750 [0.690, 0.800]" in lines[3] and lines[4] == "never run: runs/configs"
     assert rlhf("ls", "runs/old", "runs/deep", "runs").splitlines() == lines  # each once
     assert len(find_runs([Path("runs/1")])) == 1
 
@@ -482,7 +492,12 @@ def test_ls_lists_a_preset_only_once_it_ran(here: Path, monkeypatch: pytest.Monk
         (here / name / "sft.yaml").write_text(CONFIGS["sft"])
     (here / "configs/demo/sft").mkdir()
     (here / "configs/demo/sft/identity.json").write_text("{}")
-    assert {line.split()[0] for line in rlhf("ls", ".").splitlines()[1:]} == {"configs/demo", "mine/configs"}
+    assert [line.split()[0] for line in rlhf("ls", ".").splitlines()] == ["run", "configs/demo", "never"]
+    for number in range(6):
+        (here / f"mine/{number}").mkdir()
+        (here / f"mine/{number}/sft.yaml").write_text(CONFIGS["sft"])
+    last = rlhf("ls", "mine").splitlines()
+    assert len(last) == 1 and last[0].startswith("never run: mine/") and last[0].endswith(", and 2 more")
 
 
 @pytest.mark.usefixtures("here")

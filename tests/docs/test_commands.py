@@ -4,7 +4,7 @@ import ast
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,13 @@ def problem(words: list[str]) -> str:
     given, _, _ = command.make_parser(command.context_class(command)).parse_args(words[2:])
     keys = [text.partition("=")[0] for text in (*(given.get("set_") or []), *(given.get("assignments") or []))]
     stages = [words[1]] if words[1] in config.CONFIGS else list(config.CONFIGS)
-    return ", ".join(key for key in keys if not any(config.accepts_key(stage, key) for stage in stages))
+    return ", ".join(key for key in keys if not is_key(key, stages))
+
+
+def is_key(key: str, stages: Sequence[str]) -> bool:
+    """Return True for a key of one of the stages, or `STAGE:KEY`."""
+    stage, colon, rest = key.partition(":")
+    return config.accepts_key(stage, rest) if colon else any(config.accepts_key(stage, key) for stage in stages)
 
 
 @pytest.mark.full

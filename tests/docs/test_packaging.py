@@ -184,7 +184,7 @@ def test_our_workflow_runs_the_targets_of_the_script_and_tests_both_bounds() -> 
 def test_the_example_workflow_is_the_tiny_chain_and_keeps_its_report() -> None:
     install, *rest = steps(EXAMPLE, "smoke")
     assert install.startswith("pip install ") and install.endswith(" -c rlhf-cli/constraints.txt ./rlhf-cli")
-    assert rest == ["rlhf init ci smoke", "rlhf run smoke"]
+    assert rest == ["rlhf init ci smoke", "rlhf run smoke", "rlhf report smoke --markdown"]
     assert "smoke/eval/report.html" in EXAMPLE
 
 

@@ -19,6 +19,7 @@ parser.add_argument("--config")
 parser.add_argument("--set", action="append", default=[])
 parser.add_argument("--fresh", action="store_true")
 parser.add_argument("--trust-remote-code", action="store_true")
+parser.add_argument("--quiet", action="store_true")
 
 
 def work(loaded: config.Config, fresh: bool) -> None:

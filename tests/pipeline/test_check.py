@@ -76,7 +76,7 @@ def test_a_stage_with_wrong_values_has_its_files_checked(run_folder: Path, monke
     monkeypatch.setattr(children, "run_child", lambda command: commands.append(command) or 2)
     done = run_cli.rlhf("run", ".")  # which hands on what its child says
     assert (done.exit_code, done.output) == (2, "")
-    assert commands == [[*distributed.RLHF_COMMAND, "check", ".", "--quiet"]]
+    assert commands == [[*distributed.RLHF_COMMAND, "check", ".", "--before-run"]]
     assert check(".", "--quiet").stderr.count("error[") == 4
 
 

@@ -113,11 +113,11 @@ def run_loop(session: ChatSession) -> None:
         except RLHFError as error:
             if not session.live:
                 raise
-            terminal.say(str(error))
+            terminal.error(str(error))
         except KeyboardInterrupt:
             if not session.live:
                 raise
-            terminal.out()
+            terminal.answer()
             if session.stopped:
                 return
             session.stopped = True

@@ -171,7 +171,7 @@ class ChatSession:
             if self.stopped:
                 break
         if self.live:
-            terminal.out()
+            terminal.answer()
 
     def _new_reply(self, model: ChatModel, text: str, history: list[Turn]) -> Reply:
         """Return an empty reply. Raises RLHFError C13 if the context has no room for it."""
@@ -201,18 +201,18 @@ class ChatSession:
                 reply.ids.append(token)
                 yield token
 
-        terminal.out(label, end="")
+        terminal.answer(label, end="")
         start = time.perf_counter()
         try:
             for piece in data.decode_stream(tokenizer, tokens()):
-                terminal.out(piece, end="")
+                terminal.answer(piece, end="")
         except KeyboardInterrupt:
             if not self.live:
                 raise
             self.stopped = True
             reply.ending = "stopped"
         reply.seconds = time.perf_counter() - start
-        terminal.out()
+        terminal.answer()
         reply.text = tokenizer.decode(reply.ids, skip_special_tokens=True)
         if reply.ids and reply.ids[-1] in stop_ids(stop):
             reply.ending = "ended"

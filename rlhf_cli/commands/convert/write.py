@@ -48,6 +48,7 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
     for line in _lists(conversion):
         terminal.out(line)
     terminal.out(f"\nwrote {shown(target)}; next: rlhf check {shell_path(target)}")
+    terminal.conclude(shown(target), {})
 
 
 def page(conversion: Conversion, name: str) -> str:

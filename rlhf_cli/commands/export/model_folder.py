@@ -7,9 +7,10 @@ with the run's model before it is moved into place.
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,9 +85,11 @@ def run(
 
     place = f": {shown(out)}" if out else ""
     with nullcontext(out.resolve()) if out else runs.scratch_folder(run_folder) as target:
-        _write(chosen, target, options, dtype=dtype, card=card, place=place, between=between)
+        values = _write(chosen, target, options, dtype=dtype, card=card, place=place, between=between)
+        values["folder"] = shown(out) if out else None
         if repository:
-            _push(chosen, target, repository, between)
+            values["push"] = _push(chosen, target, repository, between)
+    terminal.conclude(shown(out) if out else str(values["push"]["url"]), values)
 
 
 def held_out_prompt(run_folder: Path) -> Prompt:
@@ -119,8 +122,8 @@ def _write(
     card: "partial[str]",
     place: str,
     between: InterpolatedWeights | None,
-) -> None:
-    """Write the folder, compare it with the run's model, and print the result."""
+) -> dict[str, Any]:
+    """Write the folder, compare it with the run's model, print the result, and return it for --json."""
     source = chosen.model.model
     trust = options.trust_remote_code
     with Progress("export", 4, "part") as bar:
@@ -157,6 +160,15 @@ def _write(
     on = f"{len(stored)} stored rows and {len(rows) - len(stored)} rows of random tokens"
     terminal.out(f"export   {chosen}{between or ''}{merged}, {parameters:,} parameters in {dtype_name}{place}")
     terminal.out(f"export   loaded again with transformers, its output {equal}, on {on}")
+    return {
+        "model": shown(chosen.model.path),
+        "stage": chosen.model.stage,
+        "step": chosen.step,
+        "parameters": parameters,
+        "dtype": dtype_name,
+        "difference": difference,
+        "push": None,
+    }
 
 
 def _check_room(model: Parent, target: Path, dtype: torch.dtype, copies: int) -> None:
@@ -176,7 +188,9 @@ def _check_room(model: Parent, target: Path, dtype: torch.dtype, copies: int) ->
         raise RLHFError("E03", text, where=shown(target), hint="free disk space, or use a folder on another disk")
 
 
-def _push(chosen: ResolvedModel, target: Path, repository: Repository, between: InterpolatedWeights | None) -> None:
+def _push(
+    chosen: ResolvedModel, target: Path, repository: Repository, between: InterpolatedWeights | None
+) -> dict[str, Any]:
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     terminal.say(f"push     {system.format_bytes(size)} to {repository.name}")
 
@@ -190,3 +204,4 @@ def _push(chosen: ResolvedModel, target: Path, repository: Repository, between: 
     terminal.out(f"push     {push.url} ({visibility}), {commit}")
     if push.removed:
         terminal.out(f"push     removed files of an older upload: {', '.join(push.removed)}")
+    return asdict(push)

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from filecmp import cmp
 from pathlib import Path
 
-from rlhf_cli import runs, system
+from rlhf_cli import runs, system, terminal
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import remove, sync_files
 from rlhf_cli.runs.locks import locked
@@ -90,6 +90,12 @@ def _remove_placed(folder: Path, scratch: Path) -> None:
         for parent in Path(name).parents:
             with suppress(OSError):  # not empty, as `folder` is
                 (folder / parent).rmdir()
+
+
+def print_ready(folder: Path, *commands: str) -> None:
+    """Print that a folder is ready, and the next commands."""
+    terminal.out(f"{shown(folder)} is ready; next: {'; then '.join(commands)}")
+    terminal.conclude(shown(folder), {"folder": shown(folder), "next": list(commands)})
 
 
 def _files(folder: Path) -> list[str]:

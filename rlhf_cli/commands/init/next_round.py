@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from rlhf_cli import data, terminal
-from rlhf_cli.commands.init.folder import all_or_nothing
+from rlhf_cli.commands.init.folder import all_or_nothing, print_ready
 from rlhf_cli.commands.init.pairs import as_conversation
 from rlhf_cli.commands.init.parts import preference_row
 from rlhf_cli.config import json_schema
@@ -82,7 +82,7 @@ def init(run: Path, folder: Path, labels: Sequence[str]) -> None:
     counts = ", ".join(f"{name} {len(pairs[_key(name)])}" for name in names)
     old = f"{len(pairs[TRAIN])} pairs of {shown(run)}"
     terminal.out(f"{shown(folder / PAIRS)}: {old}, and new ones of its labels: {counts}")
-    terminal.out(f"{shown(folder)} is ready; next: rlhf run {shell_path(folder)}")
+    print_ready(folder, f"rlhf run {shell_path(folder)}")
 
 
 def _load_configs(run: Path) -> dict[str, Config]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_cli import runs, terminal
 from rlhf_cli.commands.init.baselines import BEST_OF_FOLDER, write_best_of, write_dpo
-from rlhf_cli.commands.init.folder import all_or_nothing, remove_leftovers
+from rlhf_cli.commands.init.folder import all_or_nothing, print_ready, remove_leftovers
 from rlhf_cli.commands.init.limits import TokenLimits, drop_unrendered, fit_pairs, whole_percent
 from rlhf_cli.commands.init.pairs import FormattedPairs, read_pairs
 from rlhf_cli.commands.init.parts import (
@@ -127,7 +127,7 @@ def init(folder: Path, options: PreferencesOptions) -> None:
     for note in (sizes.note, _ratings_note(data, options), _length_note(data, balanced=options.balance_length)):
         if note:
             terminal.out(f"noted: {note}")
-    terminal.out(f"{shown(folder)} is ready; next: rlhf run {shell_path(folder)}")
+    print_ready(folder, f"rlhf run {shell_path(folder)}")
 
 
 # Options

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.commands.init.baselines import write_best_of, write_dpo
-from rlhf_cli.commands.init.folder import all_or_nothing
+from rlhf_cli.commands.init.folder import all_or_nothing, print_ready
 from rlhf_cli.config import json_schema
 from rlhf_cli.demo import arithmetic, world
 from rlhf_cli.distributed import RLHF_COMMAND
@@ -99,7 +99,7 @@ def init(
     steps = [f"rlhf run {shell_path(folder)}"]
     if preset.preparation:
         steps.insert(0, preset.preparation.format(folder=shell_path(folder)))
-    terminal.out(f"{shown(folder)} is ready; next: {'; then '.join(steps)}")
+    print_ready(folder, *steps)
 
 
 def _copy_configs(source: Path, folder: Path, seed: int) -> set[str]:
@@ -119,7 +119,8 @@ def _copy_configs(source: Path, folder: Path, seed: int) -> set[str]:
 def _train_base(folder: Path) -> None:
     """Train the base model of a preset, in a separate run. Exits with its code if that fails."""
     terminal.say(f"init     {shown(folder)}: training its base model, once")
-    result = subprocess.run([*RLHF_COMMAND, "run", str(folder / BASE_FOLDER)], check=False)
+    command = [*RLHF_COMMAND, "run", str(folder / BASE_FOLDER), *terminal.mode_options()]
+    result = subprocess.run(command, stdout=terminal.stdout_of_children(), check=False)
     if result.returncode:
-        terminal.say(f"init     not finished; resume with: rlhf run {shell_path(folder / BASE_FOLDER)}")
+        terminal.error(f"init     not finished; resume with: rlhf run {shell_path(folder / BASE_FOLDER)}")
         raise SystemExit(result.returncode)

@@ -62,19 +62,19 @@ def _answer(session: LabelSession, annotator: str, shown: Shown, typed: str, sec
             tags=[tag.strip() for tag in tags.split(",") if tag.strip()],
         )
     except Refused as error:
-        terminal.say(str(error))
+        terminal.error(str(error))
         return shown
     return session.next(annotator)
 
 
 def _show(shown: Shown, progress: str) -> None:
     """Print a prompt and its two answers."""
-    terminal.out("\n" * ENOUGH + f"-- {progress}")
-    terminal.out(_prompt_text(shown.pair.prompt))
+    terminal.answer("\n" * ENOUGH + f"-- {progress}")
+    terminal.answer(_prompt_text(shown.pair.prompt))
     for number in (1, 2):
         cut = "" if shown.ended[number - 1] else "  cut off at the length limit"
-        terminal.out(f"\n[{number}]{cut}")
-        terminal.out(_wrapped(shown.answers[number - 1].strip()))
+        terminal.answer(f"\n[{number}]{cut}")
+        terminal.answer(_wrapped(shown.answers[number - 1].strip()))
 
 
 def _prompt_text(prompt: str | Conversation) -> str:

@@ -33,12 +33,13 @@ class ImportedLabel:
     seconds: float
 
 
-def export_pairs(session: LabelSession, path: Path, form: str) -> None:
-    """Write all pairs of the session."""
+def export_pairs(session: LabelSession, path: Path, form: str) -> int:
+    """Write all pairs of the session; return their number."""
     write, _ = FORMATS[form]
     rows = [write(session.show(pair, form)) for pair in session.pairs.values()]
     write_json(path, rows)
     terminal.out(f"{shown(path)}: {len(rows)} pairs for {form}")
+    return len(rows)
 
 
 def import_labels(session: LabelSession, path: Path, form: str) -> None:

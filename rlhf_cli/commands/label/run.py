@@ -64,7 +64,8 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
         _say_what_is_short(pairs, inputs, label_options.n)
         terminal.say(f"label    {len(pairs)} pairs in {shown(labels_folder)}: {session.done} of {session.total} labels")
         if label_options.export is not None and label_options.format is not None:
-            export_pairs(session, label_options.export, label_options.format)
+            num_pairs = export_pairs(session, label_options.export, label_options.format)
+            _conclude_export(label_options.export, num_pairs)
             return
         _label(session, judge, label_options)
     print_summary(session.store.labels, [model.name for model in inputs.policies])
@@ -72,8 +73,11 @@ def run(folder: Path, label_options: LabelOptions, options: Options) -> None:
     if label_options.import_ is not None:  # of other annotators
         count = str(session.store_size)
     terminal.say(f"label    {count} labels in {shown(labels_folder / LABELS)}")
-    if session.store_size:
-        terminal.say(f"next: {_next_step(inputs.run, labels_folder.name, label_options)}")
+    following = _next_step(inputs.run, labels_folder.name, label_options) if session.store_size else None
+    if following:
+        terminal.say(f"next: {following}")
+    values = {"folder": shown(labels_folder), "labels": session.store_size, "pairs": len(pairs), "next": following}
+    terminal.conclude(shown(labels_folder), values)
 
 
 def _say_what_is_short(pairs: Sequence[Pair], inputs: LabelInputs, wanted: int) -> None:
@@ -189,3 +193,8 @@ def _export(folder: Path, label_options: LabelOptions) -> None:
     rows = [row for _, row in preference_pairs_of(labels_folder)]
     write_jsonl(path, rows)
     terminal.out(f"{shown(path)}: {len(rows)} pairs")
+    _conclude_export(path, len(rows))
+
+
+def _conclude_export(path: Path, num_pairs: int) -> None:
+    terminal.conclude(shown(path), {"file": shown(path), "pairs": num_pairs})

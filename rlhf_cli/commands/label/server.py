@@ -112,7 +112,7 @@ class LabelServer:
         except Refused as error:
             return _json({"error": str(error)}, 409)
         except RLHFError as error:
-            terminal.say(str(error))
+            terminal.error(str(error))
             problem = error.problems[0]
             return _json({"error": f"{problem.text}; {problem.hint}"}, 507)
         self.changed(self.session.done - before)
@@ -200,7 +200,7 @@ def serve(session: LabelSession, port: int) -> None:
     with listening, Progress("label", session.total, "label", done=session.done) as bar:
         server = LabelServer(session, bar.advance)
         for name, address in server.addresses(listening.getsockname()[1]).items():
-            terminal.say(f"label    open {address}" + (f"  ({name})" if len(session.annotators) > 1 else ""))
+            terminal.error(f"label    open {address}" + (f"  ({name})" if len(session.annotators) > 1 else ""))
         terminal.say("label    Ctrl-C ends it; the same command continues")
         config = uvicorn.Config(
             server.app(),

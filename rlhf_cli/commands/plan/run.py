@@ -1,6 +1,5 @@
 """`rlhf plan FILE|DIR`: estimate the memory and time of each stage from its config, without loading weights."""
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -72,7 +71,7 @@ def print_plan(
     if as_json:
         stages_json = {plan.stage: asdict(plan) for plan in plans}
         known = {**asdict(target), "device": target.name, "stages": stages_json, "total": asdict(total)}
-        terminal.out(json.dumps(known, indent=2))
+        terminal.print_json(known)
         return
     for plan in plans:
         show(plan, target)

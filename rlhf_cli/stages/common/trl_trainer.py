@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PrinterCallback
 
-from rlhf_cli import data, runs
+from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.stages import TRLConfig, settings_of
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices
@@ -171,7 +171,8 @@ def _check_trainer(trainer: Any, config: TRLConfig, world_size: int) -> None:
 
 def _construct(config: TRLConfig, trl_class: Any, **kwargs: Any) -> Any:
     """Construct a TRL object without its warnings. Raises RLHFError C17 if TRL rejects the arguments."""
-    transformers.utils.logging.set_verbosity_error()
+    if not terminal.has_mode("verbose"):
+        transformers.utils.logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations of fields that are not set

@@ -185,7 +185,7 @@ def served(folder: Path, shown: Sequence[Pair]) -> Iterator[tuple[str, int]]:
     if process == 0:
         with suppress(BaseException):
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            terminal.say = lambda text, **_: os.write(writer, f"{text}\n".encode())  # type: ignore[assignment]
+            terminal.error = lambda text, **_: os.write(writer, f"{text}\n".encode())  # type: ignore[assignment]
             locks.lock_folder(folder)
             server.serve(LabelSession(shown, LabelStore(folder), ["me"], overlap=0.0, seed=0), 0)
         os._exit(0)

@@ -112,7 +112,9 @@ def test_e03_a_memory_too_small(three: Path, monkeypatch: pytest.MonkeyPatch) ->
     # Where it is looked at is not always where it runs.
     assert warned(check("sft.yaml"), "E03", "sft.yaml:1: ", *says)
     assert warned(check("ppo.yaml"), "E03", "ppo.yaml:1: ")
-    assert refused(check("ppo.yaml", "--quiet"), "E03", "ppo.yaml:1: ")  # as `rlhf run` asks, before its first stage
+    assert refused(
+        check("ppo.yaml", "--before-run"), "E03", "ppo.yaml:1: "
+    )  # as `rlhf run` asks, before its first stage
     monkeypatch.setattr(system, "total_memory", lambda: numbers + 1000)  # buffers
     assert "E03" not in check("sft.yaml").stderr
 
