@@ -368,7 +368,8 @@ def main() -> None:
         BIASES.clear()
         OVERHEADS.clear()
         for name, (printed, covers, width) in world.coverage(arguments.runs).items():
-            print(f"| {world.name} | {name} | {printed:.0%} | {covers:.1%} | {width:.3g} |", flush=True)
+            shown = "" if np.isnan(width) else f"{width:.3g}"
+            print(f"| {world.name} | {name} | {printed:.0%} | {covers:.1%} | {shown} |", flush=True)
         if BIASES:
             true, found = np.mean(BIASES, axis=0)
             print(f"| {world.name} | selection bias: true {true:.3f} | printed {found:.3f} | | |")
