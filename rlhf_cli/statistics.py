@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist, fmean
@@ -157,13 +157,17 @@ def mean_interval(values: Sequence[float], groups: Sequence[Hashable] | None = N
     import numpy as np
 
     groups = range(len(values)) if groups is None else groups
-    usual, _ = Counter(values).most_common(1)[0]
-    others = {group for group, value in zip(groups, values, strict=True) if value != usual}
-    if len(others) < min(FEWEST_DIFFERENT, len(values) - 1) or len(set(groups)) == 1:
+    if _different(values, groups) < min(FEWEST_DIFFERENT, len(values) - 1) or len(set(groups)) == 1:
         return None
     clusters = Clusters.of(len(values), groups)
     low, high = mean_intervals(np.asarray(values, dtype=np.float64), clusters)
     return float(low), float(high)
+
+
+def _different(values: Sequence[float], groups: Iterable[Hashable]) -> int:
+    """Return the number of groups with a row that has not the most frequent value."""
+    usual, _ = Counter(values).most_common(1)[0]
+    return len({group for group, value in zip(groups, values, strict=True) if value != usual})
 
 
 def win_rate(
@@ -235,9 +239,8 @@ def effective_rows(points: Any, clusters: Clusters) -> float:
     from the most frequent value, it is unknown how much rows depend on one another: then clusters count, not rows.
     """
     rows = _rows_of_that_variance(points, clusters)
-    usual, _ = Counter(points.tolist()).most_common(1)[0]
-    different = len(set(clusters.index[points != usual].tolist()))
-    if clusters.dependent and different < min(FEWEST_DIFFERENT, len(clusters.sizes)):
+    fewest = min(FEWEST_DIFFERENT, len(clusters.sizes))
+    if clusters.dependent and _different(points.tolist(), clusters.index.tolist()) < fewest:
         return min(rows, clusters.effective)
     return rows
 
