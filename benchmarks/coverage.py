@@ -9,11 +9,11 @@ docs/evaluation.md; tests/benchmarks/test_coverage.py holds a part of it.
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import expit, ndtr
@@ -25,8 +25,25 @@ from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.runs.report import Adversarial, RewardModelCard
 
 Rng = np.random.Generator
-Covered = Iterator[tuple[str, bool | None]]  # interval and whether it covers; None: it was not printed
 MANY = 40_000  # prompts of which a truth is the mean
+
+
+class Found(NamedTuple):
+    """An interval that was printed."""
+
+    covers: bool
+    width: float = np.nan  # of a statement that is no interval
+
+
+Covered = Iterator[tuple[str, Found | None]]  # by the name of the interval; None: it was not printed
+
+
+class Coverage(NamedTuple):
+    """What the runs found of an interval."""
+
+    printed: float  # share of the runs
+    covers: float  # share of those that printed it
+    width: float  # median
 
 
 @dataclass(frozen=True)
@@ -38,20 +55,29 @@ class World:
     options: Mapping[str, Any] = field(default_factory=dict)
     runs: int = 1000
 
-    def coverage(self, runs: int | None = None) -> dict[str, tuple[float, float]]:
-        """Return for each interval the share of runs that printed it, and of these the share that covers."""
+    def coverage(self, runs: int | None = None) -> dict[str, Coverage]:
+        """Return what was found of each interval that at least one run printed."""
         runs = runs or self.runs
         found = defaultdict(list)
         for run in range(runs):
-            for name, covers in self.draw(np.random.default_rng([run, 7]), **self.options):
-                found[name].append(covers)
-        printed = {name: [each for each in all_runs if each is not None] for name, all_runs in found.items()}
-        return {name: (len(each) / len(found[name]), float(np.mean(each))) for name, each in printed.items() if each}
+            for name, interval in self.draw(np.random.default_rng([run, 7]), **self.options):
+                if interval is not None:
+                    found[name].append(interval)
+        return {name: _summary(intervals, runs) for name, intervals in found.items()}
 
 
-def includes(bounds: Any, truth: float) -> bool | None:
+def _summary(found: Sequence[Found], runs: int) -> Coverage:
+    covers = np.mean([each.covers for each in found])
+    width = np.median([each.width for each in found])
+    return Coverage(len(found) / runs, float(covers), float(width))
+
+
+def includes(bounds: Any, truth: float) -> Found | None:
     """Return whether an interval includes the truth, to within rounding; None without an interval."""
-    return None if bounds is None else bool(bounds[0] - 1e-9 <= truth <= bounds[1] + 1e-9)
+    if bounds is None:
+        return None
+    low, high = bounds
+    return Found(bool(low - 1e-9 <= truth <= high + 1e-9), high - low)
 
 
 # Means, win rates and differences
@@ -163,7 +189,7 @@ def selected(rng: Rng, *, prompts: int, rows: int, count: int, worth: str) -> Co
     yield "selected, mean", includes(own.judges["judge"].ci95, true)
     yield "selected, win rate", includes(own.win_rate["judge"].ci95, float(ndtr(true / deviation)))
     best = int(np.argmax(means))
-    yield "within noise has the best", best in {found.step, *own.within_noise}
+    yield "within noise has the best", Found(best in {found.step, *own.within_noise})
     BIASES.append((plain - true, own.optimism))
 
 
@@ -272,7 +298,7 @@ def limited(rng: Rng, *, prompts: int, samples: int, spread: float, skewed: bool
             yield "needed KL", includes((low, np.inf if high is None else high), float(name))
             OVERHEADS.append(row.overhead)
         elif row.overhead_at_least is not None:
-            yield "overhead at least", row.overhead_at_least <= 2
+            yield "overhead at least", Found(row.overhead_at_least <= 2)
 
 
 OVERHEADS: list[float] = []  # printed ones; 2 is true
@@ -335,19 +361,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of the names or kinds of the worlds")
     arguments = parser.parse_args()
     reward_model.NUM_RESAMPLES = 20  # of the calibration error, which is not an interval
-    print("| evaluation | interval | printed | covers |\n|---|---|---|---|", flush=True)
+    print("| evaluation | interval | printed | covers | median width |\n|---|---|---|---|---|", flush=True)
     for world in WORLDS:
         if arguments.only not in f"{world.draw.__name__} {world.name}":
             continue
         BIASES.clear()
         OVERHEADS.clear()
-        for name, (printed, covers) in world.coverage(arguments.runs).items():
-            print(f"| {world.name} | {name} | {printed:.0%} | {covers:.1%} |", flush=True)
+        for name, (printed, covers, width) in world.coverage(arguments.runs).items():
+            shown = "" if np.isnan(width) else f"{width:.3g}"
+            print(f"| {world.name} | {name} | {printed:.0%} | {covers:.1%} | {shown} |", flush=True)
         if BIASES:
             true, found = np.mean(BIASES, axis=0)
-            print(f"| {world.name} | selection bias: true {true:.3f} | printed {found:.3f} | |")
+            print(f"| {world.name} | selection bias: true {true:.3f} | printed {found:.3f} | | |")
         if OVERHEADS:
-            print(f"| {world.name} | overhead: true 2 | median {np.median(OVERHEADS):.2f} | |")
+            print(f"| {world.name} | overhead: true 2 | median {np.median(OVERHEADS):.2f} | | |")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist, fmean, stdev
@@ -79,6 +79,27 @@ class Clusters:
         """Return Student's t quantile of a 95 % interval whose variance comes from these clusters."""
         return _student(max(self.effective - 1, 1.0))
 
+    @property
+    def dependent(self) -> bool:
+        """True if rows depend on one another and there are clusters that tell how much."""
+        return 1 < len(self.sizes) < len(self.index)
+
+    def quantile_of(self, deviations: Any) -> Any:
+        """Return Student's t quantile of a 95 % interval whose variance is the sum of the squares of `deviations`.
+
+        It has 2 V^2 / Var(V) degrees of freedom, since a few clusters may have nearly all of the variance V (Pan and
+        Wall 2002, Statistics in Medicine 21, 1429-1441), but at most those of `quantile`.
+        """
+        import numpy as np
+        from scipy.special import stdtrit
+
+        if not self.dependent:
+            return self.quantile
+        squares = deviations**2
+        variance = len(squares) * squares.var(axis=0, ddof=1)  # of their sum
+        freedom = 2 * squares.sum(axis=0) ** 2 / np.maximum(variance, 1e-300)
+        return stdtrit(np.clip(freedom, 1.0, max(self.effective - 1, 1.0)), 0.975)
+
     def sums(self, values: Any) -> Any:
         """Return the sum over each cluster, (clusters, ...), of values (rows, ...)."""
         import numpy as np
@@ -118,9 +139,9 @@ def mean_intervals(values: Any, clusters: Clusters) -> tuple[Any, Any]:
     errors = np.sqrt((deviations**2).sum(axis=0))
     skewness = (deviations**3).sum(axis=0) / np.maximum(errors**3, 1e-300)
     skewed = np.abs(skewness) > 1e-6
-    t = clusters.quantile
+    t = clusters.quantile_of(deviations)
 
-    def ends(quantile: float) -> Any:
+    def ends(quantile: Any) -> Any:
         slope = np.where(skewed, skewness, 1.0)
         transformed = 3 / slope * (np.cbrt(1 + slope * (quantile - slope / 6)) - 1)
         return means - errors * np.where(skewed, transformed, quantile)
@@ -136,13 +157,17 @@ def mean_interval(values: Sequence[float], groups: Sequence[Hashable] | None = N
     import numpy as np
 
     groups = range(len(values)) if groups is None else groups
-    usual, _ = Counter(values).most_common(1)[0]
-    others = {group for group, value in zip(groups, values, strict=True) if value != usual}
-    if len(others) < min(FEWEST_DIFFERENT, len(values) - 1) or len(set(groups)) == 1:
+    if _different(values, groups) < min(FEWEST_DIFFERENT, len(values) - 1) or len(set(groups)) == 1:
         return None
     clusters = Clusters.of(len(values), groups)
     low, high = mean_intervals(np.asarray(values, dtype=np.float64), clusters)
     return float(low), float(high)
+
+
+def _different(values: Sequence[float], groups: Iterable[Hashable]) -> int:
+    """Return the number of groups with a row that has not the most frequent value."""
+    usual, _ = Counter(values).most_common(1)[0]
+    return len({group for group, value in zip(groups, values, strict=True) if value != usual})
 
 
 def win_rate(
@@ -158,24 +183,70 @@ def share_interval(points: Sequence[float], groups: Sequence[Hashable] | None = 
     """Return the 95 % interval of the mean of wins (1), ties (0.5) and losses (0).
 
     It is Wilson's, of as many independent rows without ties as give the mean the same variance. Rows of one of the
-    `groups`, such as pairs of one prompt, depend on one another; then the quantile is Student's.
+    `groups`, such as pairs of one prompt, depend on one another; then the quantile is Student's, and with ties it is
+    that of wins against losses.
     """
     import numpy as np
 
     clusters = Clusters.of(len(points), groups)
     values = np.asarray(points, dtype=np.float64)
+    if clusters.dependent and 0.5 in values:
+        return _win_loss_interval(values, clusters)
     rows = effective_rows(values, clusters)
-    z = Z95
-    if 1 < len(clusters.sizes) < len(values):
-        z = clusters.quantile
-    return wilson(float(values.mean()) * rows, rows, z)
+    return wilson(float(values.mean()) * rows, rows, clusters.quantile if clusters.dependent else Z95)
+
+
+def _win_loss_interval(points: Any, clusters: Clusters) -> tuple[float, float]:
+    """Return the interval of (1 + share of wins - share of losses) / 2, from the Wilson intervals of both shares.
+
+    Method of variance estimates recovery (Zou and Donner 2008, Statistics in Medicine 27, 1693-1702). Where nearly all
+    rows are ties, it keeps the skewness of few wins or losses, which a Wilson interval about 1/2 has not.
+    """
+    won = points == 1
+    lost = points == 0
+    wins, low_wins, high_wins = _wilson_of(won, clusters)
+    losses, low_losses, high_losses = _wilson_of(lost, clusters)
+    by_cluster = clusters.deviations(won - wins), clusters.deviations(lost - losses)
+    correlation = _correlation(*by_cluster) or _correlation(won - wins, lost - losses)
+
+    def half(of_wins: float, of_losses: float) -> float:
+        square = of_wins**2 + of_losses**2 - 2 * correlation * of_wins * of_losses
+        return math.sqrt(max(square, 0.0)) / 2
+
+    share = (1 + wins - losses) / 2
+    low = share - half(wins - low_wins, high_losses - losses)
+    high = share + half(high_wins - wins, losses - low_losses)
+    return max(0.0, low), min(1.0, high)
+
+
+def _correlation(first: Any, second: Any) -> float:
+    """Return the correlation of centred values; 0 if one of them is constant."""
+    squares = float(first @ first) * float(second @ second)
+    return float(first @ second) / math.sqrt(squares) if squares > 1e-30 else 0.0
+
+
+def _wilson_of(outcome: Any, clusters: Clusters) -> tuple[float, float, float]:
+    """Return the share of rows with an outcome and its Wilson interval, with Student's quantile."""
+    share = float(outcome.mean())
+    rows = _rows_of_that_variance(outcome, clusters)
+    return share, *wilson(share * rows, rows, clusters.quantile)
 
 
 def effective_rows(points: Any, clusters: Clusters) -> float:
     """Return the number of independent rows without ties whose mean has the variance of that of points in 0 to 1.
 
-    Clusters tell at most as much as independent rows.
+    Clusters tell at most as much as independent rows. If fewer than FEWEST_DIFFERENT of them have a row that differs
+    from the most frequent value, it is unknown how much rows depend on one another: then clusters count, not rows.
     """
+    rows = _rows_of_that_variance(points, clusters)
+    fewest = min(FEWEST_DIFFERENT, len(clusters.sizes))
+    if clusters.dependent and _different(points.tolist(), clusters.index.tolist()) < fewest:
+        return min(rows, clusters.effective)
+    return rows
+
+
+def _rows_of_that_variance(points: Any, clusters: Clusters) -> float:
+    """Return the rows of `effective_rows`, however few clusters tell how much rows depend on one another."""
     n = len(points)
     count = len(clusters.sizes)
     mean = float(points.mean())

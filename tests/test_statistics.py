@@ -5,9 +5,11 @@ import random
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from rlhf_cli.statistics import (
     Z95,
+    Clusters,
     best_of_n_kl,
     bonferroni_z,
     length_controlled,
@@ -78,8 +80,8 @@ def test_rows_of_one_group_count_together() -> None:
     assert share_interval([1, 1, 0, 0], "aabb") == pytest.approx(wilson(0.5, 1, 12.7062047))
     assert share_interval([1, 1, 1], "aaa") == pytest.approx(wilson(1, 1))
     assert share_interval([1, 0, 1, 0], "aabb") == pytest.approx(wilson(2, 4, 12.7062047)), "at most all rows"
-    ties = share_interval([1, 0.5, 0.5, 0] * 10, [row // 4 for row in range(40)])
-    assert ties == pytest.approx(wilson(40, 80, 2.2621572)), "which have ties; Student's t of 9"
+    alone = share_interval([1, 1, 1, 0] + [0] * 36, [row // 4 for row in range(40)])
+    assert alone == pytest.approx(wilson(0.75, 10, 2.2621572)), "one prompt differs: prompts count; Student's t of 9"
     draw, inside = random.Random(1), 0
     for _ in range(300):  # 20 prompts with 10 pairs each; a prompt is easy (0.9) or hard (0.3)
         easy = [draw.choice([0.9, 0.3]) for _ in range(20)]
@@ -87,6 +89,31 @@ def test_rows_of_one_group_count_together() -> None:
         low, high = share_interval(points, [row // 10 for row in range(200)])
         inside += low <= 0.6 <= high
     assert 0.91 <= inside / 300 <= 0.99
+
+
+def test_wins_against_losses_of_prompts_with_ties() -> None:
+    """By hand: 10 of 40 rows are wins and 10 are losses, of correlation -1/3, the same in each prompt."""
+    prompts = [row // 4 for row in range(40)]
+    low, high = share_interval([1, 0.5, 0.5, 0] * 10, prompts)
+    least, most = wilson(10, 40, 2.2621572)  # Student's t of 9
+    below, above = 0.25 - least, most - 0.25
+    half = math.sqrt(below**2 + above**2 + 2 / 3 * below * above) / 2
+    assert (low, high) == pytest.approx((0.5 - half, 0.5 + half))
+    low, high = share_interval([1, 0.5, 0.5, 0.5] * 3 + [0.5] * 28, prompts)
+    assert high - low < 0.27, "nearly all rows are ties"
+    mirrored = share_interval([0, 0.5, 0.5, 0.5] * 3 + [0.5] * 28, prompts)
+    assert mirrored == pytest.approx((1 - high, 1 - low))
+
+
+def test_few_prompts_with_most_of_the_variance_have_a_wider_interval() -> None:
+    """By hand: one of 10 prompts has all of it, so that 2 V^2 / Var(V) is 2.2 degrees of freedom instead of 9."""
+    clusters = Clusters.of(40, [row // 4 for row in range(40)])
+    one = np.repeat([9.0] + [-1.0] * 9, 4)
+    squares = np.array([81.0] + [1.0] * 9)
+    freedom = 2 * squares.sum() ** 2 / (10 * squares.var(ddof=1))
+    assert clusters.quantile_of(clusters.deviations(one)) == pytest.approx(stdtrit(freedom, 0.975)) and freedom < 3
+    both = np.repeat([1.0, -1.0] * 5, 4)
+    assert clusters.quantile_of(clusters.deviations(both)) == clusters.quantile == pytest.approx(2.2621572)
 
 
 def test_the_interval_of_a_mean() -> None:

@@ -5,6 +5,7 @@ Modules: `http_client.py`.
 
 import json
 import math
+import shutil
 import socket
 import threading
 import time
@@ -361,11 +362,12 @@ def test_the_run_resumes_once_the_endpoint_is_back(
     outputs = [must_succeed(ppo(run_folder)).output]
     expected = weights(run_folder)
     assert server.paths == {"/score/hooks/T0AB12%2FB9%2FZx3Yw8Vu5Ts2?code=a%2Bplanted%3Dcode"}
-    calls = len(server.requests)
-    server.plan = [good] * (calls // 2) + [says(503, "gone: T0AB12/B9/Zx3Yw8Vu5Ts2 a%2Bplanted%3Dcode")]
-    failed = ppo(run_folder, "--fresh")
+    gone = says(503, "gone: T0AB12/B9/Zx3Yw8Vu5Ts2 a%2Bplanted%3Dcode")
+    shutil.rmtree(run_folder / "ppo")
+    server.plan = [lambda request: (gone if steps(run_folder / "ppo/state") else good)(request)]
+    failed = ppo(run_folder)
     fails(failed, "R05", f"error[R05]: reward `far`: {far['url']} answered 503", exit_code=1)
-    assert steps(run_folder / "ppo/state") and not (run_folder / "ppo/manifest.json").exists()
+    assert steps(run_folder / "ppo/state") == {2} and not (run_folder / "ppo/manifest.json").exists()
     assert all(row["objective/score/far"] > 0 for row in lines(run_folder / "ppo/metrics.jsonl"))
     server.plan = [good]
     monkeypatch.setenv("HOOK", "T0AB12/B9/another8Vu5Ts2")
