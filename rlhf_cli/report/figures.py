@@ -61,7 +61,8 @@ def health(run: Run, found: Diagnosis) -> Health:
         if name in run.stages:
             figures += training(run.stages[name], found.findings[name])
     ill = [each for each in figures if each.verdict in ILL]
-    return Health(open=ill, folded=[each for each in figures if each not in ill])
+    others = [each for each in figures if each.verdict not in ILL]
+    return Health(open=ill, folded=sorted(others, key=lambda each: each.markup is None))  # constant ones last
 
 
 def training(stage: Stage, findings: Sequence[Finding] = ()) -> list[Figure]:
@@ -111,7 +112,7 @@ def _training_sentence(stage: Stage, key: str, lines: Mapping[str, Series]) -> s
 
 
 def ppo(run: Run, found: Sequence[Reading]) -> list[Figure]:
-    """Return a figure for each of PPO's metrics with a rule: unhealthy ones first, constant ones last.
+    """Return a figure for each of PPO's metrics with a rule, unhealthy ones first.
 
     Each drawing marks the first alarm of every watchdog signal.
     """
@@ -119,8 +120,7 @@ def ppo(run: Run, found: Sequence[Reading]) -> list[Figure]:
     alarms = _first_alarms(run.firings)
     ill = [reading for reading in by_cause(found) if reading.verdict in ILL]
     others = [reading for reading in found if reading not in ill]
-    figures = [_metric_figure(reading, stage, alarms) for reading in ill + others]
-    return sorted(figures, key=lambda each: each.markup is None and each.verdict not in ILL)
+    return [_metric_figure(reading, stage, alarms) for reading in ill + others]
 
 
 def _first_alarms(firings: Sequence[Mapping[str, Any]]) -> list[int]:

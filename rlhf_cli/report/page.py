@@ -115,6 +115,7 @@ def _health(run: Run, found: diagnosis.Diagnosis) -> dict[str, Any]:
     return {
         "badges": found.badges,
         "health": figures.health(run, found),
+        "has_updates": bool(run.stages["ppo"].metrics),
         "temperature": run.stages["ppo"].setting("ppo.temperature"),
         "alarms": list(_alarms(run.firings)),
         "heat_map": tokens.last_heat_map(run.samples),

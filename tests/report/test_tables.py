@@ -165,7 +165,6 @@ def test_a_run_without_all_stages(run: Path, existing: tuple[str, ...]) -> None:
         assert (f"{stage} incomplete not run yet" in text) == (stage not in existing)
     assert "PPO and SFT are not compared" in text and "PPO beats" not in text and "256 held-out prompts" not in text
     assert ("No update has been made yet." in text) == ("ppo" not in existing)
-    assert text.count("metrics.jsonl has no lines yet.") == 2 - len({"sft", "reward"} & set(existing))
 
 
 def test_a_run_in_progress(run: Path) -> None:
