@@ -57,7 +57,7 @@ def _rows(data: Sequence[Sequence[str]]) -> str:
     """Return how many rows each stage read: `sft train 600, sft eval 60 rows`."""
     parts = []
     for stage, key, _, rows, _ in data:
-        if rows[:1].isdigit():
+        if key.startswith("data.") and rows[:1].isdigit():
             parts.append(f"{stage} {key.removeprefix('data.')} {rows}")
     return f"{', '.join(parts)} rows" if parts else ""
 
