@@ -76,6 +76,13 @@ def test_every_row_is_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert '<select data-column="topic">' in html and "<option>sea</option>" in html
 
 
+def test_token_values_are_safe_to_show() -> None:
+    rows = answers(1)
+    rows[1]["tokens"] = {"text": ["\u202e", "a"], "kl": [0.1234567, -1]}
+    (prompt,) = read_answers(rows).contents()["prompts"]
+    assert prompt["answers"][1]["tokens"] == {"text": ["[U+202E]", "a"], "kl": [0.12346, -1.0]}
+
+
 def test_equal_contents_are_packed_to_equal_text() -> None:
     contents = read_answers(answers(3)).contents()
     assert packed(contents) == packed(contents) and unpacked(packed(contents)) == contents

@@ -55,12 +55,14 @@ def of_files(folder: Path) -> str:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Answers of SFT, a snapshot and PPO, whose gain by gold is index - 4; the reward disagrees on every tenth prompt."""
+    """Answers of SFT, a snapshot and PPO: its gain by gold is index - 4; the reward disagrees on every tenth prompt."""
     found = answers(N)
     for row in found:
         row["columns"] = {"topic": "sea" if row["index"] % 2 else "sky"}
         row["response"] = f"the {row['model']} answer {row['index']} ends here"
         row["ended"] = row["index"] != 7
+        if row["model"] == "ppo" and row["index"] == 0:
+            row["tokens"] = {"text": ["the", " ppo", "<eos>"], "kl": [0.5, -2.0, 0.0]}
         if row["index"] % 10 == 0:
             row["scores"] = row["scores"] | {"reward": -row["scores"]["reward"]}
     return [*found, *(row | {"model": "ppo_step_000010"} for row in found if row["model"] == "ppo")]
@@ -88,8 +90,14 @@ def test_the_page_is_readable(address: str, chromium: Any, look: str) -> None:
         picture(page, f"report-{look}-top")
         picture(page, f"report-{look}", whole=True)
         assert faults(page) == []
+
+
+@pytest.mark.parametrize("look", ["390-dark", "1400-light"])
+def test_what_is_folded_is_readable(address: str, chromium: Any, look: str) -> None:
+    with opened(chromium, address, look) as page:
+        page.wait_for_selector("#found:not(:empty)")
         page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
-        assert faults(page) == [], "with all that is folded"
+        assert faults(page) == []
 
 
 def test_it_is_whole_without_scripts(known: str, chromium: Any) -> None:
@@ -160,7 +168,7 @@ def test_answers_are_filtered_and_found(opened_page: "Page") -> None:
     topic.select_option("sky")
     assert found(opened_page).startswith("0 of 0 shown")
     topic.select_option("all")
-    opened_page.get_by_label("Judge").select_option("reward")
+    opened_page.locator("#judge").select_option("reward")
     assert first(opened_page) == "Prompt 99 reward +47.5"
 
 
@@ -170,6 +178,16 @@ def test_words_that_differ_are_marked(opened_page: "Page") -> None:
     assert pair.locator(".answer").nth(1).inner_text() == "the ppo answer 129 ends here"
     opened_page.get_by_label("mark words").uncheck()
     assert opened_page.locator(".pair ins, .pair del").count() == 0
+
+
+def test_tokens_of_the_largest_losses_are_shaded_by_their_kl(opened_page: "Page") -> None:
+    opened_page.get_by_role("button", name="loss", exact=True).click()
+    pair = opened_page.locator(".pair").first
+    pair.get_by_text("PPO, token by token").click()
+    tokens = pair.locator(".strip span")
+    assert tokens.all_inner_texts() == ["the", " ppo", "<eos>"]
+    assert [each.get_attribute("class") for each in tokens.all()] == ["plus", "minus", "plus"]
+    assert tokens.nth(1).get_attribute("title") == "\N{MINUS SIGN}2"
 
 
 def test_values_show_under_the_pointer_and_by_the_arrow_keys(opened_page: "Page") -> None:
