@@ -26,6 +26,7 @@ LEADS = {
     "undecided": "Undecided, so not shown to be worth its KL",
     "worse": "Worse, so not worth its KL",
 }
+LONGER = ", but not clearly at equal length"
 # PPO over SFT's best of n: what it says of the KL, and of both.
 WORTH = {
     "better": ("Better, and worth its KL", "it is better than"),
@@ -56,7 +57,8 @@ def verdict(run: Run, found: Diagnosis) -> Verdict:
 
     judge = deciding_judge(run.rates)
     result = significance(run.rates[judge])
-    sentence = f"{COMPARED[result]} by {judge}{_at_equal_length(run.rates[judge], result)}{_price(report)}"
+    length = _at_equal_length(run.rates[judge]) if result == "better" else ""
+    sentence = f"{COMPARED[result]}, judged by {judge}{length}{_price(report)}"
     if found.hacking:
         return Verdict("bad", "Worse, while the reward rose: reward hacking", f"{sentence}.")
     if result == "better" and is_own_reward(report, judge):
@@ -71,15 +73,18 @@ def verdict(run: Run, found: Diagnosis) -> Verdict:
         lead, compared = WORTH[against]
         sentence += f"; {compared} {baseline}, which needs no training"
         grade = GRADES["better" if against == "better" else "undecided"]
+    if length == LONGER:
+        lead = "Better, but perhaps only longer"
+        grade = "look"
     return Verdict(grade, lead, f"{sentence}.")
 
 
-def _at_equal_length(rate: WinRate, result: str) -> str:
-    """Return whether answers of equal length have the same result, if PPO is better."""
+def _at_equal_length(rate: WinRate) -> str:
+    """Return whether PPO is better at equal length, too; empty if it is not known."""
     interval = rate.length_controlled_ci95
-    if result != "better" or interval is None:
+    if interval is None:
         return ""
-    return ", also at equal length" if interval[0] > 0.5 else ", but not clearly at equal length"
+    return ", also at equal length" if interval[0] > 0.5 else LONGER
 
 
 def _price(report: Report) -> str:

@@ -4,6 +4,7 @@ import base64
 import gzip
 import itertools
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,18 @@ def test_every_row_is_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert last["answers"][3]["scores"] == [None, 0.12346] and first["answers"][3] is None
     assert html.count('<article class="pair">') == 2 * SHOWN + 1, "and the form of the script"
     assert '<select data-column="topic">' in html and "<option>sea</option>" in html
+
+
+def test_the_answers_of_a_demo_keep_the_page_below_three_megabytes() -> None:
+    """256 prompts, 14 policies, 50 random words an answer: more than the demo's, and less alike."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnop", k=6)) for _ in range(2000)]
+    rows = []
+    for policy in range(14):
+        for row in answers(256):
+            if row["model"] == "ppo":
+                rows.append(row | {"model": f"ppo_step_{policy:06d}", "response": " ".join(draw.choices(words, k=50))})
+    assert len(rows) == 3584 and len(packed(read_answers(rows).contents())) < 2_000_000
 
 
 def test_token_values_are_safe_to_show() -> None:

@@ -38,7 +38,9 @@ def against_best_of(rate: float) -> dict[str, Any]:
 def test_ppo_is_worth_its_kl_if_it_beats_best_of_n(run: Path, rate: float, lead: str, words: str) -> None:
     found = verdict(run, against_best_of(rate))
     assert found.lead == lead and words in found.sentence
-    assert found.sentence.startswith("PPO is better than SFT by gold, also at equal length, at a KL of 12.3 nats; ")
+    assert found.sentence.startswith(
+        "PPO is better than SFT, judged by gold, also at equal length, at a KL of 12.3 nats; "
+    )
 
 
 def test_the_verdict_follows_the_intervals(run: Path) -> None:
@@ -47,7 +49,10 @@ def test_the_verdict_follows_the_intervals(run: Path) -> None:
     assert verdict(run, report(gold=0.3)).lead == "Worse, while the reward rose: reward hacking"
     longer = report(gold=0.58)  # at equal length 0.56 [0.50, 0.62]
     longer["best_of"] = []
-    assert verdict(run, longer).sentence.startswith("PPO is better than SFT by gold, but not clearly at equal length")
+    assert verdict(run, longer).lead == "Better, but perhaps only longer"
+    assert verdict(run, longer).sentence.startswith(
+        "PPO is better than SFT, judged by gold, but not clearly at equal length"
+    )
     own = report()
     own["win_rate"]["ppo_vs_sft"] = {"reward": win(0.9)}
     assert verdict(run, own).lead == "Better by its own reward, which proves little"
