@@ -21,6 +21,7 @@ from rlhf_cli.report.svg import (
     Values,
     can_be_logarithmic,
     draw_svg,
+    drawn_range,
     element_id,
     mark,
 )
@@ -137,9 +138,8 @@ def draw_curves(
 
 def _range_with_margin(values: Sequence[float]) -> tuple[float, float]:
     """Return the visible range of values, which is not empty if they are equal."""
-    low = min(values)
-    high = max(values)
-    margin = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
+    low, high = drawn_range(values)
+    margin = MARGIN * (high - low) or 1.0
     return low - margin, high + margin
 
 

@@ -31,6 +31,7 @@ ID = re.compile(r' id="([^"]*)"')
 USED = re.compile(r'(?:href="#|url\(#)([^")]+)')
 SERIES_ID = "series-"  # prefix of the group of a line, a bar or an interval
 POINTS_PER_INCH = 72  # of an SVG file by matplotlib
+LEAST_SPREAD = 0.1  # of the values that are drawn, as a share of the largest
 MAX_SPOTS = 200  # places of a figure that show a value: a long log would make the page heavy
 
 
@@ -195,8 +196,8 @@ def sparkline(about: str, columns: Sequence[str], points: Sequence[tuple[float, 
     if len(points) < 2:
         return None
     width, height = SPARK
-    across = _placer([x for x, _ in points], EDGE, width - EDGE)
-    up = _placer([y for _, y in points], height - EDGE, EDGE)
+    across = _placer((points[0][0], points[-1][0]), EDGE, width - EDGE)
+    up = _placer(drawn_range([y for _, y in points]), height - EDGE, EDGE)
     every = math.ceil(len(points) / MAX_SPOTS)
 
     places = [(across(x), up(y)) for x, y in points]
@@ -213,13 +214,20 @@ def sparkline(about: str, columns: Sequence[str], points: Sequence[tuple[float, 
     )
 
 
-def _placer(values: Sequence[float], start: float, end: float) -> Callable[[float], float]:
+def _placer(values: tuple[float, float], start: float, end: float) -> Callable[[float], float]:
     """Return the function that maps the range of values to the range from start to end."""
-    low = min(values)
-    spread = max(values) - low
-    if not spread:
+    low, high = values
+    if low == high:
         return lambda _: (start + end) / 2
-    return lambda value: start + (end - start) * (value - low) / spread
+    return lambda value: start + (end - start) * (value - low) / (high - low)
+
+
+def drawn_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the lowest and highest value that is drawn, not so close that a small change looks like a large one."""
+    low = min(values)
+    high = max(values)
+    missing = max(0.0, LEAST_SPREAD * max(abs(low), abs(high)) - (high - low))
+    return low - missing / 2, high + missing / 2
 
 
 def can_be_logarithmic(lines: Mapping[str, Sequence[tuple[float, float]]]) -> bool:

@@ -78,7 +78,7 @@ def _models(run: Run) -> str:
     """Return the model that SFT started from, and the size of what the stages wrote."""
     sft = run.stages["sft"]
     start = sft.manifest.parents.get("model.path")
-    parts = [f"from {start.path}"] if start else []
+    parts = [f"from {start.path.removeprefix('../')}"] if start else []
     for name, what in (("ppo", "policy"), ("reward", "reward model")):
         size = _weights_bytes(run.stages[name])
         if size:

@@ -63,6 +63,13 @@ def test_a_logarithmic_scale_is_for_positive_values_of_different_size() -> None:
         assert not svg.can_be_logarithmic({"a": list(enumerate(values))})
 
 
+def test_a_small_change_of_a_large_value_is_drawn_small() -> None:
+    """Responses that end, 0.984 to 1, are no cliffs."""
+    low, high = svg.drawn_range([0.984, 1.0])
+    assert (low, high) == pytest.approx((0.942, 1.042))
+    assert svg.drawn_range([0.0, 4.0]) == (0.0, 4.0) and svg.drawn_range([0.0, 0.0]) == (0.0, 0.0)
+
+
 def test_a_long_log_has_fewer_places_with_values() -> None:
     points = [(step, step % 7) for step in range(5000)]
     assert str(svg.sparkline("KL", ("", "update", "KL"), points)).count("<title>") <= svg.MAX_SPOTS

@@ -285,12 +285,13 @@ const MOST_WORDS = 400;
 
 /** The parts of both texts: [text, tag], with the tag of words that only one text has. */
 function differences(left, right) {
-  const [one, other] = [left, right].map((whole) => whole.match(/\s+|[^\s]+/g) ?? []);
+  const [one, other] = [left, right].map((whole) => whole.match(/\s*\S+|\s+$/g) ?? []);
+  const same = (i, j) => one[i].trim() === other[j].trim();
   if (one.length > MOST_WORDS || other.length > MOST_WORDS) return [[[left]], [[right]]];
   const common = Array.from({ length: one.length + 1 }, () => new Uint16Array(other.length + 1));
   for (let i = one.length - 1; i >= 0; i--)
     for (let j = other.length - 1; j >= 0; j--)
-      common[i][j] = one[i] === other[j] ? common[i + 1][j + 1] + 1 : Math.max(common[i + 1][j], common[i][j + 1]);
+      common[i][j] = same(i, j) ? common[i + 1][j + 1] + 1 : Math.max(common[i + 1][j], common[i][j + 1]);
 
   const parts = [[], []];
   const add = (side, word, tag) => {
@@ -300,7 +301,7 @@ function differences(left, right) {
   };
   let [i, j] = [0, 0];
   while (i < one.length || j < other.length) {
-    if (i < one.length && j < other.length && one[i] === other[j]) {
+    if (i < one.length && j < other.length && same(i, j)) {
       add(0, one[i++]);
       add(1, other[j++]);
     } else if (j === other.length || (i < one.length && common[i + 1][j] >= common[i][j + 1])) add(0, one[i++], "del");
