@@ -297,7 +297,8 @@ function differences(left, right) {
   const add = (side, word, tag) => {
     const last = parts[side].at(-1);
     if (last && last[1] === tag) last[0] += word;
-    else parts[side].push([word, tag]);
+    else if (tag) parts[side].push([word.match(/^\s*/)[0]], [word.trimStart(), tag]);
+    else parts[side].push([word]);
   };
   let [i, j] = [0, 0];
   while (i < one.length || j < other.length) {
