@@ -57,11 +57,12 @@ class Answers:
     @property
     def columns(self) -> dict[str, list[str]]:
         """Return the values of each column that has few, as text."""
-        values: dict[str, dict[str, None]] = {}
+        by_name: dict[str, dict[str, None]] = {}  # each value once, in order
         for row in self.rows:
             for name, value in row.get("columns", {}).items():
-                values.setdefault(name, {})[text_of(value)] = None
-        return {name: list(each) for name, each in values.items() if len(each) <= MAX_VALUES}
+                values = by_name.setdefault(name, {})
+                values[text_of(value)] = None
+        return {name: list(values) for name, values in by_name.items() if len(values) <= MAX_VALUES}
 
     @property
     def names(self) -> list[str]:

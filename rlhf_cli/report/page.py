@@ -64,12 +64,12 @@ def _head(run: Run, found: diagnosis.Diagnosis) -> dict[str, Any]:
 def _tables_of(sections: Mapping[str, Any]) -> dict[str, list[Sequence[str | float | None]]]:
     """Return the values of each figure by its name: the columns, then the rows."""
     health = sections["health"]
-    figures = chain(health.open, health.folded, sections["card_figures"], sections["evaluation_figures"])
-    tables = {}
-    for figure in figures:
+    shown = chain(health.open, health.folded, sections["card_figures"], sections["evaluation_figures"])
+    found = {}
+    for figure in shown:
         if figure.values:
-            tables[visible(figure.name)] = [figure.values.columns, *figure.values.rows]
-    return tables
+            found[visible(figure.name)] = [figure.values.columns, *figure.values.rows]
+    return found
 
 
 def _subtitle(run: Run) -> str:
