@@ -19,6 +19,6 @@ __getattr__ = import_on_first_use(
         "data.sampling": "LengthGroupedSampler prompt_batch",
         "data.texts": "split_key",
         "data.tokens": "closing_ids decode_stream encode encode_answer encode_many set_speaks_in_turns speaks_in_turns "
-        "special_ids stop_token_id",
+        "special_ids stop_token_id token_texts",
     },
 )

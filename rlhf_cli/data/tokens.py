@@ -219,6 +219,12 @@ def decode_stream(tokenizer: Any, ids: Iterable[int], *, special: bool = False) 
     yield text[start:]
 
 
+def token_texts(tokenizer: Any, ids: Iterable[int]) -> list[str]:
+    """Return the text of each token, special ones too; a character of several tokens goes to the last one."""
+    *texts, last, rest = decode_stream(tokenizer, ids, special=True)
+    return [*texts, last + rest]
+
+
 def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool, **variables: Any) -> str:
     """Render a conversation with values of the template's variables.
 

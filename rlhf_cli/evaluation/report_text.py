@@ -401,12 +401,20 @@ def _overhead(point: LimitPoint) -> tuple[str, str]:
 
 
 def limit_lines(report: Report) -> Iterator[str]:
-    """Yield the overhead of PPO as text; of a snapshot if the report is that of `--step`."""
+    """Yield the overhead of PPO as text, if it is known how far the limit goes."""
+    point = limit_of_ppo(report)
+    if point:
+        yield overhead_sentence(point)
+
+
+def limit_of_ppo(report: Report) -> LimitPoint | None:
+    """Return PPO's policy beside the limit; a snapshot if the report is that of `--step`."""
     ppo = report.models.get("ppo")
     step = ppo.step if ppo else None
-    for name, point in report.limit.policies.items() if report.limit else ():
-        if (name == "ppo") if step is None else (point.step == step):
-            yield overhead_sentence(point)
+    policies = report.limit.policies if report.limit else {}
+    if step is None:
+        return policies.get("ppo")
+    return next((point for point in policies.values() if point.step == step), None)
 
 
 def overhead_sentence(point: LimitPoint) -> str:

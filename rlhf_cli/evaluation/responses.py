@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.models.batch import StopTokenId
 
+WITH_TOKENS = 10  # of the largest gains, and of the largest losses, samples.jsonl has the KL of each token
 Place = tuple[int, int]  # a response among several parts: index of the part, row
 
 
@@ -29,6 +31,13 @@ class SnapshotSeries:
     missing: str | None = None  # reason why a requested series is not available
 
 
+class TokenKL(NamedTuple):
+    """The tokens of a response, the end with it, and the KL from SFT of each, in nats."""
+
+    ids: list[int]
+    kl: list[float]
+
+
 @dataclass(frozen=True)
 class EvalResponses:
     """One policy's scored responses to all prompts in one mode."""
@@ -41,6 +50,7 @@ class EvalResponses:
     lengths: list[int]
     scores: dict[str, list[float]]  # judge -> score of each row
     kl: list[float] | None  # nats, summed over the response; None for near-greedy responses
+    tokens: list[TokenKL] | None = None  # of PPO's sampled responses
     step: int | None = None  # number of PPO updates, for a policy on the frontier
     share: float | None = None  # of the way from SFT to PPO, for an interpolation
 
@@ -81,11 +91,19 @@ def _take(parts: Sequence[EvalResponses], places: Sequence[Place]) -> EvalRespon
         lengths=take([part.lengths for part in parts]),
         scores={judge: take([part.scores[judge] for part in parts]) for judge in first.scores},
         kl=None if first.kl is None else take([part.kl or [] for part in parts]),
+        tokens=None if first.tokens is None else take([part.tokens or [] for part in parts]),
     )
 
 
-def sample_rows(evaluated: Iterable[EvalResponses], columns: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of samples.jsonl, one per response; `columns`: of each prompt's row, those that are read."""
+def sample_rows(
+    evaluated: Iterable[EvalResponses],
+    columns: Sequence[Mapping[str, Any]],
+    token_values: Mapping[int, Mapping[str, Any]] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of samples.jsonl, one per response.
+
+    `columns`: of each prompt's row, those that are read; `token_values`: of some of PPO's responses, by their row.
+    """
     for batch in evaluated:
         for row, response in enumerate(batch.responses):
             sample: dict[str, Any] = {"index": row, "prompt": batch.prompts[row]}
@@ -102,7 +120,24 @@ def sample_rows(evaluated: Iterable[EvalResponses], columns: Sequence[Mapping[st
             if batch.kl is not None:
                 sample["kl"] = batch.kl[row]
 
-            yield {**sample, "scores": {judge: scores[row] for judge, scores in batch.scores.items()}}
+            sample["scores"] = {judge: scores[row] for judge, scores in batch.scores.items()}
+            if batch.tokens is not None and token_values and row in token_values:
+                sample["tokens"] = token_values[row]
+            yield sample
+
+
+def largest_changes(evaluated: Sequence[EvalResponses]) -> dict[int, TokenKL]:
+    """Return the tokens of PPO's responses with the largest gains and losses over SFT's by the deciding judge."""
+    sampled = {batch.model: batch for batch in evaluated if batch.mode == "sampled"}
+    sft = sampled.get("sft")
+    ppo = sampled.get("ppo")
+    if sft is None or ppo is None or ppo.tokens is None:
+        return {}
+
+    judge = deciding_judge(ppo.scores)
+    gains = [ours - theirs for ours, theirs in zip(ppo.scores[judge], sft.scores[judge], strict=True)]
+    rows = sorted(range(len(gains)), key=lambda row: gains[row])
+    return {row: ppo.tokens[row] for row in rows[:WITH_TOKENS] + rows[WITH_TOKENS:][-WITH_TOKENS:]}
 
 
 def group_rows(column: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:

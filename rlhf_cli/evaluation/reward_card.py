@@ -50,7 +50,6 @@ def card_rows(card: RewardModelCard) -> list[list[str]]:
         value, bounds = without_bias(card.accuracy, card.accuracy_ci95, card.kept_step.optimism)
         rows.append(_row("accuracy on pairs that did not choose the step", with_interval(value, bounds)))
 
-    rows += _debiasing_rows(card)
     for name, probe in card.adversarial.probes.items():
         beats = with_interval(probe.beats, probe.ci95)
         rows.append(
@@ -62,22 +61,6 @@ def card_rows(card: RewardModelCard) -> list[list[str]]:
             )
         )
     return rows
-
-
-def _debiasing_rows(card: RewardModelCard) -> list[list[str]]:
-    """Return accuracy and length correlation of the scores that the model does not give: without or with debiasing."""
-    found = card.length_debiasing
-    if found is None:
-        return []
-    scores = f"{'without' if found.applied else 'with'} length debiasing"
-    other = found.raw if found.applied else found.debiased
-    gain = with_interval(found.accuracy_difference, found.accuracy_difference_ci95, sign="+")
-    accuracy = with_interval(other.accuracy, other.accuracy_ci95)
-    correlation = with_interval(other.length_correlation, other.length_correlation_ci95)
-    return [
-        _row(f"rank correlation {scores}", correlation),
-        _row(f"accuracy {scores}", f"{accuracy}; debiasing adds {gain}"),
-    ]
 
 
 def _row(quantity: str, value: str, limit: str = "", is_flagged: bool = False) -> list[str]:

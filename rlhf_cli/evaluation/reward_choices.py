@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rlhf_cli.evaluation.kept_step import best_of
+from rlhf_cli.evaluation.reward_model import is_length_biased
 from rlhf_cli.runs.report import RewardModelCard
+from rlhf_cli.statistics import with_interval
 
 TITLES = ("what may help", "this run", "what it would gain")
 
@@ -49,6 +51,27 @@ def _gain_of_best_step(card: RewardModelCard) -> str:
     return f"{gain:.3f} of accuracy: set reward.keep: best"
 
 
+# The length
+
+
+def _length_debiasing(card: RewardModelCard) -> str:
+    found = card.length_debiasing
+    if found is None:
+        return "no"
+    return "yes" if found.applied else "no; reward.length_debias"
+
+
+def _gain_of_length_debiasing(card: RewardModelCard) -> str:
+    """Return both correlations and the change of the accuracy, on the same pairs."""
+    found = card.length_debiasing
+    if found is None:
+        return "little: the scores hardly depend on the length" if not is_length_biased(card) else "unknown"
+    before = f"{found.raw.length_correlation:.3f}"
+    after = with_interval(found.debiased.length_correlation, found.debiased.length_correlation_ci95)
+    change = with_interval(found.accuracy_difference, found.accuracy_difference_ci95, sign="+")
+    return f"correlation {before} to {after}, accuracy {change}"
+
+
 # Labels
 
 
@@ -76,5 +99,6 @@ def _gain_of_right_labels(card: RewardModelCard) -> str:
 
 CHOICES: Sequence[Choice] = (
     Choice("best checkpoint", _kept_step, _gain_of_best_step),
+    Choice("length debiasing", _length_debiasing, _gain_of_length_debiasing),
     Choice("labels without errors", _label_errors, _gain_of_right_labels),
 )

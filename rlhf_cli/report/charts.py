@@ -1,43 +1,40 @@
-"""Figures of the report, drawn by matplotlib as SVG elements of a page: nothing is loaded, colors follow the page."""
+"""Kinds of figures of the report. Each draws on a matplotlib axis, and returns the values that it drew."""
 
-import io
-import logging
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from rlhf_cli.report.formats import number, visible
 from rlhf_cli.report.rules import Band
+from rlhf_cli.report.svg import (
+    ALARM,
+    BAND,
+    INK,
+    LINE_COLORS,
+    MUTED,
+    Draw,
+    Mark,
+    Values,
+    can_be_logarithmic,
+    draw_svg,
+    drawn_range,
+    element_id,
+    mark,
+)
 from rlhf_cli.runs.report import CalibrationBin
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
     from matplotlib.patches import Polygon
 
-# Placeholder colors, replaced by the page's own, which follow light and dark mode.
-INK = "#010203"
-MUTED = "#010204"
-GRID = "#010205"
-BAND = "#010206"
-LINE_COLORS = ("#010211", "#010212", "#010213", "#010214", "#010215", "#010216")
-ALARM = "#010221"
-VARIABLES = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)", BAND: "var(--band)", ALARM: "var(--bad)"}
-VARIABLES |= {color: f"var(--line-{index})" for index, color in enumerate(LINE_COLORS, start=1)}
-STYLE = Path(__file__).with_name("charts.mplstyle")
-ID = re.compile(r' id="([^"]*)"')
-USED = re.compile(r'(?:href="#|url\(#)([^")]+)')
-SERIES_ID = "series-"  # prefix of the group of a line, a bar or an interval
 CARD = (4.4, 2.3)  # inches; on a phone its letters are as large as those of the page
 MARGIN = 0.15  # above and below the values, as a share of their range
+LOG_MARGIN = 1.3  # the same on a logarithmic scale, as a factor
 Points = Sequence[tuple[float, float]]
-Draw = Callable[["Axes"], None]  # draws on a matplotlib axis
 
 
 @dataclass(frozen=True)
@@ -46,95 +43,53 @@ class Figure:
 
     title: str
     sentence: str
-    markup: Markup | None
+    markup: Markup | None = None
+    logarithmic: Markup | None = None  # the same on a logarithmic scale
+    values: Values | None = None
+    name: str = ""  # of its file of values
+    spark: Markup | None = None  # of a figure that may be folded
+    ends: str = ""  # its first and last value
     verdict: str = "none"
     advice: str = ""
     key: str = ""
+
+    @property
+    def anchor(self) -> str:
+        """Return its id on the page."""
+        return f"figure-{element_id(self.name)}"
 
 
 def figure(
     name: str, title: str, text: str, draw: Draw, size: tuple[float, float] = CARD, *, about: str = "", key: str = ""
 ) -> Figure:
     """Return a figure with a drawing. `name` is unique on its page; `about` describes the drawing without seeing it."""
-    return Figure(title, text, draw_svg(name, f"{title}. {about or text}", size, draw), key=key)
+    drawing = draw_svg(name, f"{title}. {about or text}", size, draw)
+    return Figure(title, text, drawing.markup, values=drawing.values, name=name, key=key)
 
 
-# SVG
-
-
-def draw_svg(name: str, about: str, size: tuple[float, float], draw: Draw) -> Markup:
-    """Draw one panel of `size` inches as an SVG element whose ids begin with `name`, such as `ppo-val/ratio`."""
-    omitted = ("Creator", "Date", "Format", "Type")
-    svg = render(size, lambda canvas: draw(canvas.subplots()), omitted=omitted, style=STYLE, transparent=True)
-    return Markup(_inline(svg, re.sub("[/_]", "-", name), visible(about)))
-
-
-def render(
-    size: tuple[float, float],
-    draw: Callable[["Canvas"], None],
+def curves(
+    name: str,
+    title: str,
+    text: str,
+    lines: Mapping[str, Points],
     *,
-    omitted: Sequence[str],
-    style: Path | None = None,
-    **options: Any,
-) -> str:
-    """Return the SVG file of a drawing on a figure, without some metadata, in matplotlib's default style or `style`."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs its search for fonts
-    import matplotlib
-    from matplotlib.figure import Figure as Canvas
-
-    settings = matplotlib.rc_params_from_file(style, use_default_template=False) if style else {}
-    picture = io.StringIO()
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not the user's settings: equal figures are equal bytes
-        matplotlib.rcParams.update({**settings, "svg.hashsalt": "rlhf"})
-        canvas = Canvas(figsize=size, layout="constrained")
-        draw(canvas)
-        canvas.savefig(picture, format="svg", metadata=dict.fromkeys(omitted), **options)
-    return picture.getvalue()
+    band: Band | None = None,
+    unit: str = "",
+    x: str = "update",
+    alarms: Sequence[int] = (),
+    key: str = "",
+) -> Figure:
+    """Return a figure of lines over steps, and its drawing on a logarithmic scale if the values ask for one."""
+    draw = partial(draw_curves, lines, band=band, unit=unit, x=x, alarms=alarms)
+    drawn = figure(name, title, text, draw, key=key)
+    if not can_be_logarithmic(lines):
+        return drawn
+    about = f"{title}, on a logarithmic scale. {text}"
+    logarithmic = draw_svg(f"{name}-log", about, CARD, partial(draw, logarithmic=True))
+    return replace(drawn, logarithmic=logarithmic.markup)
 
 
-def _inline(svg: str, name: str, about: str) -> str:
-    """Return matplotlib's SVG file as an element of a page. Only ids in use, and those of series, are kept."""
-    body = svg[svg.index("<svg") :]
-    box = re.search(r'viewBox="([^"]*)"', body)
-    assert box, "matplotlib gives a figure a size"
-    body = body[body.index(">") + 1 :]
-    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.S)
-    body = body.replace("xlink:href", "href")
-    body = re.sub(r"font-family: [^;\"]*;?", "", body)
-    body = re.sub(r"font: (\d+px)[^;\"]*", r"font-size: \1", body)
-    body = _with_short_ids(body, name)
-    for color, variable in VARIABLES.items():
-        body = body.replace(color, variable)
-    body = re.sub(r"\n\s*", "\n", body).strip()
-
-    return f'<svg class="figure" viewBox="{box[1]}" role="img" aria-label="{escape(about)}">\n{body}'
-
-
-def _with_short_ids(body: str, name: str) -> str:
-    """Return an element whose ids begin with `name`, without those that are not used."""
-    used = set(USED.findall(body))
-    seen = set[str]()
-
-    def rename(match: re.Match[str]) -> str:
-        old = match[1]
-        if old not in used and not old.startswith(SERIES_ID):
-            return ""
-        while old in seen:  # two series may have the same name
-            old += "-again"
-        seen.add(old)
-
-        return f' id="{name}-{old}"'
-
-    return re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", ID.sub(rename, body))
-
-
-def mark(artist: "Artist", name: str) -> None:
-    """Name the SVG group of an artist."""
-    artist.set_gid(SERIES_ID + re.sub(r"\W+", "-", visible(name)))
-
-
-# Kinds of drawings: without the axis, such as partial(draw_curves, lines), they are a Draw
+# Without the axis, such as partial(draw_curves, lines), they are a Draw
 
 
 def draw_curves(
@@ -145,7 +100,8 @@ def draw_curves(
     unit: str = "",
     x: str = "update",
     alarms: Sequence[int] = (),
-) -> None:
+    logarithmic: bool = False,
+) -> Values:
     """Draw lines over steps, the healthy range shaded, a dotted line at each alarm."""
     from matplotlib.ticker import MaxNLocator
 
@@ -158,7 +114,11 @@ def draw_curves(
         )
         mark(line, label)
 
-    low, high = _range_with_margin([value for _, value in chain.from_iterable(lines.values())])
+    values = [value for _, value in chain.from_iterable(lines.values())]
+    low, high = _range_with_margin(values)
+    if logarithmic:
+        low, high = min(values) / LOG_MARGIN, max(values) * LOG_MARGIN
+        axis.set_yscale("log")
     if band:
         first_line = next(iter(lines.values()))
         _shade(band, [step for step, _ in first_line], (low, high), axis)
@@ -170,12 +130,16 @@ def draw_curves(
     if len(lines) > 1:
         axis.legend(loc="best")
 
+    marks: list[Mark] = []
+    for label, points in lines.items():
+        marks += [Mark(step, value, (label, step, value)) for step, value in points]
+    return Values(("series", x, unit or "value"), marks)
+
 
 def _range_with_margin(values: Sequence[float]) -> tuple[float, float]:
     """Return the visible range of values, which is not empty if they are equal."""
-    low = min(values)
-    high = max(values)
-    margin = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
+    low, high = drawn_range(values)
+    margin = MARGIN * (high - low) or 1.0
     return low - margin, high + margin
 
 
@@ -208,7 +172,7 @@ class WinRateRow(NamedTuple):
         return LINE_COLORS[1] if high < 0.5 else MUTED
 
 
-def draw_win_rates(rows: Sequence[WinRateRow], axis: "Axes") -> None:
+def draw_win_rates(rows: Sequence[WinRateRow], axis: "Axes") -> Values:
     """Draw a row for each comparison: the win rate, its interval, and the line of one half."""
     axis.axvline(0.5, color=MUTED, linestyle="--", linewidth=1)
     for y, row in enumerate(rows):
@@ -223,14 +187,21 @@ def draw_win_rates(rows: Sequence[WinRateRow], axis: "Axes") -> None:
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axis.grid(visible=False, axis="y")
 
+    marks = []
+    for y, row in enumerate(rows):
+        low, high = row.interval or (None, None)
+        marks.append(Mark(row.value, y, (row.label, row.value, low, high)))
+    return Values(("comparison", "win rate", "from", "to"), marks)
 
-def draw_lengths(values: Mapping[str, Sequence[float]], axis: "Axes") -> None:
+
+def draw_lengths(values: Mapping[str, Sequence[float]], axis: "Axes") -> Values:
     """Draw one outline of the answers' lengths per series, with the same bins."""
     import numpy as np
 
     pooled = list(chain.from_iterable(values.values()))
     spread = int(max(pooled) - min(pooled))
     bins: list[float] = np.histogram_bin_edges(pooled, bins=min(30, max(5, spread))).tolist()
+    marks: list[Mark] = []
     for index, (label, series) in enumerate(values.items()):
         color = LINE_COLORS[index]
         _, _, filled = axis.hist(series, bins, histtype="stepfilled", alpha=0.35, color=color)
@@ -238,11 +209,15 @@ def draw_lengths(values: Mapping[str, Sequence[float]], axis: "Axes") -> None:
         (outline,) = cast("list[Polygon]", filled)
         outline.set_label(label)
         mark(outline, label)
+        counts = np.histogram(series, bins)[0].tolist()
+        for low, high, count in zip(bins[:-1], bins[1:], counts, strict=True):
+            marks.append(Mark((low + high) / 2, count, (label, low, high, count)))
     axis.set(xlabel="tokens per answer", ylabel="answers")
     axis.legend(loc="best")
+    return Values(("policy", "from token", "to token", "answers"), marks)
 
 
-def draw_margins(counts: Sequence[float], edges: Sequence[float], axis: "Axes") -> None:
+def draw_margins(counts: Sequence[float], edges: Sequence[float], axis: "Axes") -> Values:
     """Draw the pairs by margin as bars of equal width: below the first edge, between each two, and above the last."""
     bars = axis.bar(range(len(counts)), counts, color=LINE_COLORS[0], width=0.85)
     for index, bar in enumerate(bars):
@@ -252,8 +227,14 @@ def draw_margins(counts: Sequence[float], edges: Sequence[float], axis: "Axes") 
     axis.set(xlabel="margin, chosen - rejected", ylabel="pairs")
     axis.grid(visible=False, axis="x")
 
+    lows = [None, *edges]
+    highs = [*edges, None]
+    rows = zip(lows, highs, counts, strict=True)
+    marks = [Mark(index, row[-1], ("margin", *row)) for index, row in enumerate(rows)]
+    return Values(("series", "from", "to", "pairs"), marks)
 
-def draw_calibration(bins: Sequence[CalibrationBin], axis: "Axes") -> None:
+
+def draw_calibration(bins: Sequence[CalibrationBin], axis: "Axes") -> Values:
     """Draw accuracy over confidence, and the diagonal of perfect calibration."""
     most = max(each.n for each in bins)
     confidence = [each.confidence for each in bins]
@@ -265,3 +246,7 @@ def draw_calibration(bins: Sequence[CalibrationBin], axis: "Axes") -> None:
     dots = axis.scatter(confidence, accuracy, sizes, color=LINE_COLORS[0])
     mark(dots, "calibration")
     axis.set(xlim=(0.48, 1.02), ylim=(-0.05, 1.05), xlabel="confidence of the scores", ylabel="accuracy")
+
+    rows = zip(confidence, accuracy, [each.n for each in bins], strict=True)
+    marks = [Mark(row[0], row[1], ("bin", *row)) for row in rows]
+    return Values(("series", "confidence", "accuracy", "pairs"), marks)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from rlhf_cli.evaluation.report_text import pair_label
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report import diagnosis
-from rlhf_cli.report.charts import Figure, draw_curves, figure
+from rlhf_cli.report.charts import Figure, curves
 from rlhf_cli.report.formats import interval_text, number, percent, rated
 from rlhf_cli.report.html import WORDS, render_template
 from rlhf_cli.report.rules import RULES, Series, metrics_of
@@ -273,8 +272,7 @@ def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
 
 def _curve(key: str, title: str, unit: str, lines: Mapping[str, Series]) -> Figure:
     ends = "; ".join(f"{name} {number(_end(points))}" for name, points in lines.items())
-    draw = partial(draw_curves, lines, unit=unit)
-    return figure(f"ppo-{key}", title, f"At the end: {ends}.", draw, key=key)
+    return curves(f"ppo-{key}", title, f"At the end: {ends}.", lines, unit=unit, key=key)
 
 
 def _end(points: Series) -> float:

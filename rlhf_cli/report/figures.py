@@ -1,7 +1,7 @@
 """The figures of a run: which data each one shows, and the sentence below it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -10,10 +10,12 @@ from rlhf_cli.evaluation import report_text
 from rlhf_cli.evaluation.sample_pairs import ResponsePair
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report import charts
-from rlhf_cli.report.charts import Figure, WinRateRow, figure
+from rlhf_cli.report.charts import Figure, WinRateRow, curves, figure
+from rlhf_cli.report.diagnosis import Diagnosis, Finding
 from rlhf_cli.report.formats import number, percent
 from rlhf_cli.report.frontier import ON_PAGE, draw_panel
-from rlhf_cli.report.rules import ILL, Reading, Series, by_cause, with_values
+from rlhf_cli.report.rules import ILL, SEVERITY, Reading, Series, by_cause, with_values
+from rlhf_cli.report.svg import sparkline
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import FrontierPoint, PolicyScores, Report, RewardModelCard
 
@@ -36,19 +38,56 @@ TRAINING = {
 }
 
 
+STAGE_TITLES = {"sft": "SFT", "reward": "Reward model", "dpo": "DPO"}
+# The findings on a metric, by their tables in findings.toml.
+LOSSES = ("loss_rose", "loss_flat", "held_out_loss_rose", "memorized", "memorized_while_falling")
+FINDINGS = {"loss": LOSSES, "accuracy": ("chance", "trivial")}
+
 # Training
 
 
-def training(stage: Stage) -> list[Figure]:
-    """Return the curves of a stage that TRL trains."""
+@dataclass(frozen=True)
+class Health:
+    """The training figures of a run: those with a finding, and the others, which need no look."""
+
+    open: Sequence[Figure]
+    folded: Sequence[Figure]
+
+
+def health(run: Run, found: Diagnosis) -> Health:
+    """Return the figures of all training stages, those of PPO first."""
+    figures = ppo(run, found.readings)
+    for name in TRAINING:
+        if name in run.stages:
+            figures += training(run.stages[name], found.findings[name])
+    ill = [each for each in figures if each.verdict in ILL]
+    others = [each for each in figures if each.verdict not in ILL]
+    return Health(open=ill, folded=sorted(others, key=lambda each: each.markup is None))  # constant ones last
+
+
+def training(stage: Stage, findings: Sequence[Finding] = ()) -> list[Figure]:
+    """Return the curves of a stage that TRL trains, with the verdict of the findings on them."""
     found = []
     for key, title, unit in TRAINING[stage.name]:
         lines = _training_lines(stage, key)
-        if lines:
-            draw = partial(charts.draw_curves, lines, unit=unit, x="step")
-            sentence = _training_sentence(stage, key, lines)
-            found.append(figure(f"{stage.name}-{key}", title, sentence, draw, key=key))
+        if not lines:
+            continue
+        sentence = _training_sentence(stage, key, lines)
+        name = f"{stage.name}-{key}"
+        title = f"{STAGE_TITLES[stage.name]}: {title}"
+        drawn = curves(name, title, sentence, lines, unit=unit, x="step", key=key)
+        grades = [finding.grade for finding in findings if finding.key in FINDINGS.get(key, ())]
+        verdict = max(grades, key=SEVERITY.index, default="none")
+        drawn = replace(drawn, verdict=verdict)
+        found.append(_with_spark(drawn, next(iter(lines.values())), "step", unit))
     return found
+
+
+def _with_spark(drawn: Figure, points: Series, x: str, unit: str) -> Figure:
+    """Return a figure with what it shows when it is folded: a sparkline, and the first and last value."""
+    spark = sparkline(drawn.title, ("", x, unit or "value"), points)
+    values = dict.fromkeys(number(value) for _, value in (points[0], points[-1]))  # of a constant: one
+    return replace(drawn, spark=spark, ends=" to ".join(values))
 
 
 def _training_lines(stage: Stage, key: str) -> dict[str, Series]:
@@ -73,7 +112,7 @@ def _training_sentence(stage: Stage, key: str, lines: Mapping[str, Series]) -> s
 
 
 def ppo(run: Run, found: Sequence[Reading]) -> list[Figure]:
-    """Return a figure for each of PPO's metrics with a rule: unhealthy ones first, constant ones last.
+    """Return a figure for each of PPO's metrics with a rule, unhealthy ones first.
 
     Each drawing marks the first alarm of every watchdog signal.
     """
@@ -81,8 +120,7 @@ def ppo(run: Run, found: Sequence[Reading]) -> list[Figure]:
     alarms = _first_alarms(run.firings)
     ill = [reading for reading in by_cause(found) if reading.verdict in ILL]
     others = [reading for reading in found if reading not in ill]
-    figures = [_metric_figure(reading, stage, alarms) for reading in ill + others]
-    return sorted(figures, key=lambda each: each.markup is None and each.verdict not in ILL)
+    return [_metric_figure(reading, stage, alarms) for reading in ill + others]
 
 
 def _first_alarms(firings: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -95,17 +133,19 @@ def _first_alarms(firings: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def _metric_figure(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure:
     """Return the figure of a metric, without a drawing if it is constant."""
-    found = Figure(reading.title, reading.sentence, markup=None)
+    name = f"ppo-{reading.key}"
+    unit = reading.rule.unit
+    found = Figure(reading.title, reading.sentence, name=name)
     if len({value for _, value in reading.points}) > 1:
         lines = {reading.title: reading.points}
         penalized = stage.series("objective/rlhf_reward")
         if reading.key == "objective/scores" and penalized:
             lines = {"score": reading.points, "minus the KL penalty": penalized}
-        draw = partial(charts.draw_curves, lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
-        found = figure(f"ppo-{reading.key}", reading.title, reading.sentence, draw)
+        found = curves(name, reading.title, reading.sentence, lines, band=reading.band, unit=unit, alarms=alarms)
     advice = with_values(reading.advice, stage.config)
 
-    return replace(found, verdict=reading.verdict, advice=advice, key=reading.key)
+    found = replace(found, verdict=reading.verdict, advice=advice, key=reading.key)
+    return _with_spark(found, reading.points, "update", unit)
 
 
 # Evaluation

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_cli.evaluation.report_text import other_policies, ppo_points
 from rlhf_cli.files import write_text
-from rlhf_cli.report.charts import INK, LINE_COLORS, mark, render
 from rlhf_cli.report.formats import visible
+from rlhf_cli.report.svg import INK, LINE_COLORS, Mark, Values, mark, render
 from rlhf_cli.runs.report import KLLimit, LimitPoint, PolicyScores, Report
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _shown_kl(scores: PolicyScores) -> float:
 # Drawings
 
 
-def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, legend: bool = False) -> None:
+def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, legend: bool = False) -> Values:
     """Draw a judge's mean with interval over KL on a square-root scale: PPO's snapshots, SFT's best of n, and others.
 
     As Gao et al. 2023 (arXiv 2210.10760, section 3) draw over-optimization: the reward rises with the square root of
@@ -143,6 +143,27 @@ def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, lege
     axis.grid(alpha=0.3)
     if legend:
         axis.legend(*_legend(axis), loc="best")
+    return _values(panel)
+
+
+def _values(panel: Panel) -> Values:
+    """Return the points of a panel as a table."""
+    start = panel.ppo[0]
+    series = {
+        "SFT": [start],
+        "PPO": panel.ppo[1:],
+        "best of n": panel.best_of_n[1:],
+        "between SFT and PPO": panel.between[1:-1],
+        "other": panel.others,
+        "limit": panel.limit,
+    }
+    marks: list[Mark] = []
+    for name, points in series.items():
+        for point in points:
+            low, high = point.interval
+            label = f"{name} {point.label or point.step or ''}".strip()
+            marks.append(Mark(point.kl, point.mean, (label, point.kl, point.mean, low, high)))
+    return Values(("policy", "KL", "score", "from", "to"), marks)
 
 
 def _draw_points(axis: "Axes", points: Sequence[Point], style: str, *, color: str, label: str) -> None:

@@ -30,7 +30,7 @@ def render_template(template: str, **values: Any) -> str:
     """Render a page. Every printed value is escaped and made visible, except our own script, style and figures."""
     environment = _environment()
     assert environment.loader is not None
-    script, style = (environment.loader.get_source(environment, name)[0] for name in ("search.js", "style.css"))
+    script, style = (environment.loader.get_source(environment, name)[0] for name in ("page.js", "style.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
         generator=GENERATOR_TAG,

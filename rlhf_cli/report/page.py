@@ -10,62 +10,68 @@ from rlhf_cli.evaluation.kept_step import describe
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_choices import TITLES, choice_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
-from rlhf_cli.report import diagnosis, figures, tables
-from rlhf_cli.report.formats import count, interval_text, percent
+from rlhf_cli.report import answers, diagnosis, figures, headline, tables, tokens
+from rlhf_cli.report.formats import count, interval_text, percent, visible
 from rlhf_cli.report.html import render_template
-from rlhf_cli.report.rules import Reading
-from rlhf_cli.runs.layout import OPTIONAL_STAGES
 from rlhf_cli.runs.read import Run
-from rlhf_cli.runs.report import Report, RewardModelCard
+from rlhf_cli.runs.report import RewardModelCard
 from rlhf_cli.runs.settings import from_defaults
 
 SECTIONS = (
-    ("glance", "Summary"),
-    ("ran", "What ran"),
-    ("sft", "SFT"),
+    ("verdict", "Is it better?"),
+    ("answers", "Answers"),
+    ("far", "How far could it go?"),
+    ("health", "Was training healthy?"),
     ("reward", "Reward model"),
-    ("dpo", "DPO"),
-    ("ppo", "PPO"),
-    ("frontier", "Reward against KL"),
-    ("wins", "Win rates"),
-    ("lengths", "Answer lengths"),
-    ("samples", "Samples"),
-    ("tokens", "Token by token"),
-    ("again", "Reproduce"),
+    ("ran", "What ran"),
 )
 
 
 def of_run(run: Run) -> str:
-    """Return the self-contained page of a run; equal files give equal bytes."""
+    """Return the self-contained page of a run; equal files of the same time give equal bytes."""
     found = diagnosis.diagnose(run)
-    heat_map = tables.last_heat_map(run.samples)
-    absent = set(OPTIONAL_STAGES) - run.stages.keys()
-    if heat_map is None:
-        absent.add("tokens")
-    sections = [(anchor, title) for anchor, title in SECTIONS if anchor not in absent]
+    ran = _what_ran(run)
+    answered = answers.read_answers(run.answers)
+    sections = _head(run, found) | _far(run, answered) | _health(run, found) | _report_card(run)
 
     return render_template(
         "page.html.jinja",
         title=f"Run {run.name}",
         subtitle=_subtitle(run),
-        sections=sections,
-        warnings=_warnings(run, found.badges),
+        facts=tables.facts(run, ran["data_rows"]),
+        sections=SECTIONS,
         stale=bool(run.stages["eval"].outdated),
-        badges=found.badges,
-        conclusion=found.conclusion(),
-        todo=[badge for badge in found.by_priority() if badge.advice],
-        sentences=diagnosis.sentences(run),
-        training=[
-            (anchor, title, figures.training(run.stages[anchor]))
-            for anchor, title in sections
-            if anchor in figures.TRAINING
-        ],
-        heat_map=heat_map,
-        **_what_ran(run),
-        **_ppo(run, found.readings),
-        **_report_card(run),
-        **_evaluation(run),
+        report=run.report,
+        answers=answered,
+        columns_text=sample_pairs.columns_text,
+        answers_about=f"{count(answered.num_prompts, 'prompt')}, {count(len(answered.rows), 'answer')}",
+        data=answers.packed(answered.contents() | {"figures": _tables_of(sections)}),
+        **sections,
+        **ran,
     )
+
+
+def _head(run: Run, found: diagnosis.Diagnosis) -> dict[str, Any]:
+    """Return the values of the first section."""
+    return {
+        "verdict": headline.verdict(run, found),
+        "key_figures": headline.key_figures(run),
+        "warnings": _warnings(run, found.badges),
+        "conclusion": found.conclusion(),
+        "todo": [badge for badge in found.by_priority() if badge.advice],
+        "sentences": list(diagnosis.sentences(run)),
+    }
+
+
+def _tables_of(sections: Mapping[str, Any]) -> dict[str, list[Sequence[str | float | None]]]:
+    """Return the values of each figure by its name: the columns, then the rows."""
+    health = sections["health"]
+    shown = chain(health.open, health.folded, sections["card_figures"], sections["evaluation_figures"])
+    found = {}
+    for figure in shown:
+        if figure.values:
+            found[visible(figure.name)] = [figure.values.columns, *figure.values.rows]
+    return found
 
 
 def _subtitle(run: Run) -> str:
@@ -86,7 +92,7 @@ def _warnings(run: Run, badges: Sequence[diagnosis.Badge]) -> list[str]:
 
 
 def _what_ran(run: Run) -> dict[str, Any]:
-    """Return the values of the sections What ran and Reproduce."""
+    """Return the values of the section What ran."""
     stages = list(run.stages.values())
     ppo = run.stages["ppo"]
 
@@ -98,7 +104,7 @@ def _what_ran(run: Run) -> dict[str, Any]:
             [each.stage, each.key, each.value, "required" if each.default is None else each.default]
             for each in chain.from_iterable(map(from_defaults, stages))
         ],
-        "data": tables.data_rows(stages),
+        "data_rows": tables.data_rows(stages),
         "models": tables.model_rows(run),
         "versions": tables.versions(stages),
         "folder": run.folder.name,
@@ -107,11 +113,14 @@ def _what_ran(run: Run) -> dict[str, Any]:
     }
 
 
-def _ppo(run: Run, readings: Sequence[Reading]) -> dict[str, Any]:
+def _health(run: Run, found: diagnosis.Diagnosis) -> dict[str, Any]:
     return {
-        "ppo": figures.ppo(run, readings),
+        "badges": found.badges,
+        "health": figures.health(run, found),
+        "has_updates": bool(run.stages["ppo"].metrics),
         "temperature": run.stages["ppo"].setting("ppo.temperature"),
         "alarms": list(_alarms(run.firings)),
+        "heat_map": tokens.last_heat_map(run.samples),
     }
 
 
@@ -123,14 +132,13 @@ def _report_card(run: Run) -> dict[str, Any]:
 
     values: dict[str, Any] = {
         "card": None,
-        "card_accuracy": "",
+        "card_figures": [],
         "card_limits": {**FIXED_LIMITS, "ece": MAX_ECE, "probe": MIN_PROBE_LIMIT},
-        "no_card": (run.report.no_reward_card if run.report else None) or "There is no report card yet.",
+        "accuracy": (run.report.no_reward_card if run.report else None) or "There is no report card yet.",
     }
     if result:
         interval = interval_text(result.accuracy_ci95)
-        accuracy = f"Accuracy {percent(result.accuracy)}{interval} on the held-out pairs; chance is 50 %."
-        values |= {"card_accuracy": accuracy, "no_card": accuracy}
+        values["accuracy"] = f"Accuracy {percent(result.accuracy)}{interval} on the held-out pairs; chance is 50 %."
     if isinstance(result, RewardModelCard):
         values |= {
             "card": result,
@@ -166,34 +174,18 @@ def _message(alarm: Mapping[str, Any]) -> str:
         return str(alarm.get("signal"))
 
 
-def _evaluation(run: Run) -> dict[str, Any]:
-    """Return the values of the sections that show the evaluation and its samples."""
-    pairs = sample_pairs.response_pairs(run.answers)
-    samples = tables.sample_groups(pairs)
-    values: dict[str, Any] = {
-        "report": run.report,
-        "frontiers": [],
-        "selection": [],
-        "no_frontier": "The evaluation is not finished.",
-        "limit": (),
-        "wins": None,
-        "columns_text": sample_pairs.columns_text,
-        "lengths": figures.lengths(pairs),
-        "samples": samples,
-        "judge": sample_pairs.deciding_judge_of(run.answers),
-        "num_pairs": len(pairs),
-        "num_shown": sum(len(group) for _, group in samples),
-    }
-    if run.report:
-        values |= _results(run.report)
+def _far(run: Run, answered: answers.Answers) -> dict[str, Any]:
+    """Return the values of the section that shows the policies of the evaluation."""
+    report = run.report
+    if report is None:
+        no_frontier = "The evaluation is not finished."
+        return {"evaluation_figures": [], "frontiers": [], "no_frontier": no_frontier, "limit": (), "wins": None}
 
-    return values
-
-
-def _results(report: Report) -> dict[str, Any]:
-    """Return the values of the sections that show a report."""
     frontiers = figures.frontiers(report)
+    wins = figures.wins(report)
+    lengths = figures.lengths(answered.pairs)
     return {
+        "evaluation_figures": [*frontiers, *filter(None, [wins, lengths])],
         "frontiers": frontiers,
         "frontier": report_text.frontier_table(report) if frontiers else (),
         "selection": list(report_text.selection_lines(report)),
@@ -201,9 +193,10 @@ def _results(report: Report) -> dict[str, Any]:
         "limit": report_text.limit_table(report) if report.limit else (),
         "limit_score": report_text.limit_score(report),
         "limit_lines": list(report_text.limit_lines(report)),
-        "wins": figures.wins(report),
+        "wins": wins,
         "win_rates": report_text.win_rate_table(report),
         "pairwise": list(report_text.pairwise_sentences(report)),
+        "lengths": lengths,
         "policies": report_text.policies_table(report),
         "groups": report_text.groups_table(report.by) if report.by else (),
         "groups_title": report_text.groups_title(report.by) if report.by else "",

@@ -1,24 +1,24 @@
-"""Tables of the report: what ran, sample responses, and one response token by token."""
+"""What ran, for the page: the facts of its head, and tables of stages, data, models, versions and hashes."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.machinery.fields import AUTOMATIC
 from rlhf_cli.errors import RLHFError, shell_word
-from rlhf_cli.evaluation.sample_pairs import ResponsePair
-from rlhf_cli.files import files_sha256
+from rlhf_cli.files import files_sha256, select_files
 from rlhf_cli.jsonl import is_number
-from rlhf_cli.report.formats import count, number
+from rlhf_cli.report.formats import count
+from rlhf_cli.runs.layout import MANIFEST
 from rlhf_cli.runs.parents import FOREIGN
 from rlhf_cli.runs.read import Run, Stage
+from rlhf_cli.system import format_bytes
 from rlhf_cli.terminal import duration
 from rlhf_cli.trees import flatten
-
-# What ran
 
 PHASES = {
     "time/rollout_s": ("rollout", "generating responses"),
@@ -27,6 +27,72 @@ PHASES = {
 }
 REST = ("other", "checkpoints, samples, logs, loading")
 ABSENT = "not run yet"
+
+
+# The head of the page
+
+
+class Fact(NamedTuple):
+    """A line of the page's head."""
+
+    name: str
+    text: str
+
+
+def facts(run: Run, data: Sequence[Sequence[str]]) -> list[Fact]:
+    """Return when and where a run was made, of which models and data; `data` is that of `data_rows`."""
+    stages = [stage for stage in run.stages.values() if stage.there]
+    seconds = sum(map(total_seconds, stages))
+    found = [
+        Fact("Date", _date(stages)),
+        Fact("Training", duration(seconds) if seconds else ""),
+        Fact("Machine", " and ".join(dict.fromkeys(filter(None, map(_device, stages))))),
+        Fact("Models", _models(run)),
+        Fact("Data", _rows(data)),
+    ]
+    return [fact for fact in found if fact.text]
+
+
+def _rows(data: Sequence[Sequence[str]]) -> str:
+    """Return how many rows each stage read: `sft train 600, sft eval 60 rows`."""
+    parts = []
+    for stage, key, _, rows, _ in data:
+        if key.startswith("data.") and rows[:1].isdigit():
+            parts.append(f"{stage} {key.removeprefix('data.')} {rows}")
+    return f"{', '.join(parts)} rows" if parts else ""
+
+
+def _date(stages: Iterable[Stage]) -> str:
+    """Return when a stage was finished last, or else wrote its log."""
+    times = []
+    for stage in stages:
+        for name in (MANIFEST, "metrics.jsonl"):
+            file = stage.folder / name
+            if file.is_file():
+                times.append(file.stat().st_mtime)
+                break
+    return datetime.fromtimestamp(max(times), tz=UTC).strftime("%Y-%m-%d %H:%M UTC") if times else ""
+
+
+def _models(run: Run) -> str:
+    """Return the model that SFT started from, and the size of what the stages wrote."""
+    sft = run.stages["sft"]
+    start = sft.manifest.parents.get("model.path")
+    parts = [f"from {start.path.removeprefix('../')}"] if start else []
+    for name, what in (("ppo", "policy"), ("reward", "reward model")):
+        size = _weights_bytes(run.stages[name])
+        if size:
+            parts.append(f"{what} {format_bytes(size)}")
+    return ", ".join(parts)
+
+
+def _weights_bytes(stage: Stage) -> int:
+    """Return the size of the weights that a stage wrote."""
+    weights = select_files(stage.manifest.files, "model/")
+    return sum(entry["bytes"] for name, entry in weights.items() if name.endswith(".safetensors"))
+
+
+# Stages
 
 
 class StageRow(NamedTuple):
@@ -52,20 +118,22 @@ def stage_row(stage: Stage) -> StageRow:
         steps = count(last, "update" if stage.name == "ppo" else "step")
     seconds = total_seconds(stage)
 
-    environment = (stage.identity or {}).get("environment") or {}
-    device = str(environment.get("device") or "")
-    processes = environment.get("processes", 1)
-    if processes != 1:
-        device += f", {processes} processes"
-
     return StageRow(
         stage.name,
         state,
         steps,
         time=duration(seconds) if seconds else "",
         seed=str(stage.setting("seed")) if stage.config else "",
-        device=device,
+        device=_device(stage),
     )
+
+
+def _device(stage: Stage) -> str:
+    """Return where a stage ran; empty if it does not say."""
+    environment = (stage.identity or {}).get("environment") or {}
+    device = str(environment.get("device") or "")
+    processes = environment.get("processes", 1)
+    return device if processes == 1 else f"{device}, {processes} processes"
 
 
 def total_seconds(stage: Stage) -> float:
@@ -205,93 +273,3 @@ def hashes(run: Run) -> list[tuple[str, str]]:
         }
         rows += [(f"{name}, {kind}", value) for kind, value in found.items() if value]
     return rows
-
-
-# Sample responses
-
-SHOWN = 3  # pairs per group
-
-
-def sample_groups(pairs: Sequence[ResponsePair]) -> list[tuple[str, list[ResponsePair]]]:
-    """Return (title, pairs) of those shown, each pair once: highest and lowest gain, median gain, largest change."""
-    if not pairs:
-        return []
-    remaining = sorted(pairs, key=lambda pair: pair.index)
-    median = sorted(pair.gain for pair in pairs)[len(pairs) // 2]
-    groups: list[tuple[str, list[ResponsePair]]] = []
-
-    def show(title: str, selected: list[ResponsePair]) -> None:
-        if selected:
-            groups.append((title, selected))
-        remaining[:] = [pair for pair in remaining if pair not in selected]
-
-    show("Largest gains of PPO", sorted(remaining, key=lambda pair: -pair.gain)[:SHOWN])
-    worst = sorted(remaining, key=lambda pair: pair.gain)[:SHOWN]
-    lost = [pair for pair in worst if pair.gain < 0]
-    show("Largest losses of PPO" if lost else "Smallest gains of PPO", lost or worst)
-    show("Median gain", sorted(remaining, key=lambda pair: abs(pair.gain - median))[:SHOWN])
-    show("Largest changes", sorted(remaining, key=lambda pair: pair.change, reverse=True)[:SHOWN])
-    return groups
-
-
-# One response token by token
-
-TOKEN_VALUES = {
-    "reward": "the token's reward: minus the KL penalty, plus the score at the last token",
-    "kl": "log-probability of the policy minus that of the SFT policy, in nats",
-    "value": "expected return from here on, by the value model",
-    "advantage": "return above the expectation: PPO makes tokens above 0 likelier, those below 0 less likely",
-}
-
-
-class Strip(NamedTuple):
-    """A response's tokens with one value each: (text, value, shade from -1 to 1)."""
-
-    name: str
-    about: str
-    top: str  # value of the full color
-    tokens: list[tuple[str, str, float]]
-
-
-class HeatMap(NamedTuple):
-    """A response of PPO's training, token by token."""
-
-    step: int
-    prompt: str
-    strips: list[Strip]
-
-
-def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> HeatMap | None:
-    """Return the last sample that has token values; None if none has."""
-    for row in reversed(samples):
-        strips = list(_strips(row.get("tokens")))
-        if strips:
-            return HeatMap(row["step"], str(row.get("prompt", "")), strips)
-    return None
-
-
-def _strips(tokens: Any) -> Iterator[Strip]:
-    """Yield a strip for each kind of value that all tokens have."""
-    texts = tokens.get("text") if isinstance(tokens, Mapping) else None
-    if not isinstance(texts, list) or not texts:
-        return
-
-    for name, about in TOKEN_VALUES.items():
-        values = tokens.get(name)
-        if isinstance(values, list) and len(values) == len(texts) and all(map(is_number, values)):
-            yield _strip(name, about, texts, values)
-
-
-def _strip(name: str, about: str, texts: Sequence[Any], values: Sequence[float]) -> Strip:
-    """Return the tokens with their values, shaded by the largest."""
-    top = max(abs(value) for value in values) or 1.0
-    tokens = []
-    for text, value in zip(texts, values, strict=True):
-        tokens.append((_token_text(str(text)), number(value), round(value / top, 3)))
-    return Strip(name, about, number(top), tokens)
-
-
-def _token_text(text: str) -> str:
-    """Return a token's text with visible line breaks and tabs; an incomplete character is a dot."""
-    text = text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("\t", "\N{RIGHTWARDS ARROW}")
-    return text or "\N{MIDDLE DOT}"

@@ -1,5 +1,6 @@
 """The slope of scores over lengths, and accuracy and length correlation without it, by hand."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from rlhf_cli.config.reward import MIN_DEBIAS_ANSWERS
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.length_bias import LengthTrend, compare, debias, fit_trend
-from rlhf_cli.evaluation.reward_card import card_rows
+from rlhf_cli.evaluation.reward_choices import choice_rows
 from rlhf_cli.evaluation.reward_model import ScoredPair, describe_debiasing, find_problems
 from rlhf_cli.runs.report import Adversarial, RewardModelCard
 
@@ -76,20 +77,26 @@ def card(applied: bool) -> RewardModelCard:
     return plain.with_changes(length_debiasing=compare(MANY, TREND, applied=applied))
 
 
+def choices(card: RewardModelCard) -> dict[str, list[str]]:
+    """What the card says of each choice: whether it was used, and its gain."""
+    return {name: texts for name, *texts in choice_rows(card)}
+
+
 def test_the_card_says_what_it_would_gain() -> None:
     (problem,) = (problem for problem in find_problems(card(applied=False)) if problem.code == "R10")
     gain = describe_debiasing(card(applied=False))
     assert gain.startswith("set reward.length_debias: true, which brings it to ") and "accuracy by +0.333 [" in gain
     assert problem.hint and problem.hint.startswith(f"{gain}; or balance the pairs")
-    rows = {row[0]: row[1] for row in card_rows(card(applied=False))}
-    assert rows["accuracy with length debiasing"].startswith("1.000 [")
-    assert "; debiasing adds +0.333 [" in rows["accuracy with length debiasing"]
+    used, gained = choices(card(applied=False))["length debiasing"]
+    assert used == "no; reward.length_debias"
+    assert re.fullmatch(r"correlation 0\.\d{3} to -?0\.\d{3} \[.*\], accuracy \+0\.333 \[.*\]", gained)
 
 
 def test_no_advice_to_subtract_a_slope_that_does_not_suffice() -> None:
     plain = reward_model.make_card(MANY, Adversarial(n=1, probes={}))
     weak = plain.with_changes(length_debiasing=compare(MANY, LengthTrend(0.01, 20.0), applied=False))
-    assert describe_debiasing(weak) == "" and "accuracy with length debiasing" in {row[0] for row in card_rows(weak)}
+    assert describe_debiasing(weak) == ""
+    assert choices(weak)["length debiasing"][1].startswith("correlation ")
     (problem,) = (problem for problem in find_problems(weak) if problem.code == "R10")
     assert problem.hint and problem.hint.startswith("balance the pairs")
 
@@ -98,14 +105,15 @@ def test_the_card_says_what_it_gained() -> None:
     debiased = card(applied=True)
     assert describe_debiasing(debiased) == "" and debiased.accuracy == 1.0
     assert "R10" not in {problem.code for problem in find_problems(debiased)}
-    rows = {row[0]: row[1] for row in card_rows(debiased)}
-    assert rows["accuracy without length debiasing"].startswith("0.667 [")
+    used, gained = choices(debiased)["length debiasing"]
     raw = reward_model.length_correlation(MANY)[0]
-    assert rows["rank correlation without length debiasing"].startswith(f"{raw:.3f} [")
+    assert used == "yes"
+    assert gained.startswith(f"correlation {raw:.3f} to ") and ", accuracy +0.333 [" in gained
 
 
 def test_a_card_that_knows_nothing_of_it_says_nothing() -> None:
     plain = reward_model.make_card(MANY, Adversarial(n=1, probes={}))
-    assert not any("debiasing" in row[0] for row in card_rows(plain)) and describe_debiasing(plain) == ""
+    assert choices(plain)["length debiasing"] == ["no", "unknown"]
+    assert describe_debiasing(plain) == ""
     (problem,) = (problem for problem in find_problems(plain) if problem.code == "R10")
     assert problem.hint and problem.hint.startswith("balance the pairs")

@@ -1,7 +1,4 @@
-"""`rlhf eval` over PPO's snapshots: the frontier, the selected policy, and the figure.
-
-Modules: `evaluation/responses.py`.
-"""
+"""`rlhf eval` over PPO's snapshots: the frontier, the selected policy, and the figure."""
 
 import json
 import shutil

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LOOKS = {"light": (1280, False), "dark": (1280, True), "phone": (375, False), "dark-phone": (375, True)}
+# The pictures of a page that people look at: three widths, in light and dark.
+WIDTHS = {f"{width}-{scheme}": (width, scheme == "dark") for width in (390, 800, 1400) for scheme in ("light", "dark")}
 REFUSED = "Failed to load resource"  # what the browser says of a request that a test lets fail
 CHECKS = Path(__file__).with_name("page_checks.js").read_text(encoding="utf-8")
 
@@ -35,8 +37,8 @@ def chromium() -> Iterator["Browser"]:
 
 @contextmanager
 def opened(chromium: "Browser", address: str, look: str = "light", *, scripts: bool = True) -> Iterator["Page"]:
-    """A page in a look of LOOKS. At its end it must have reported no error and asked no other server."""
-    width, dark = LOOKS[look]
+    """A page in a look of LOOKS or WIDTHS. At its end it must have reported no error and asked no other server."""
+    width, dark = (LOOKS | WIDTHS)[look]
     scheme = "dark" if dark else "light"
     phone = width < 600
     size = {"width": width, "height": 812 if phone else 900}

@@ -13,7 +13,8 @@ from markupsafe import Markup
 
 from rlhf_cli.files import hash_files, list_files, write_checked_json
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.report import charts, frontier, page
+from rlhf_cli.report import charts, frontier, page, svg
+from rlhf_cli.report.svg import Drawing, Values
 from rlhf_cli.runs.read import read_run
 
 DRAW_SVG = charts.draw_svg
@@ -226,13 +227,13 @@ def change(path: Path, **fields: Any) -> None:
 
 
 def draws_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(charts, "draw_svg", lambda *_: Markup("<svg></svg>"))
+    patch.setattr(charts, "draw_svg", lambda *_: Drawing(Markup("<svg></svg>"), Values((), ())))
     patch.setattr(frontier, "render", lambda *_, **__: "<svg></svg>")
 
 
 def draws(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(charts, "draw_svg", DRAW_SVG)
-    patch.setattr(frontier, "render", charts.render)
+    patch.setattr(frontier, "render", svg.render)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -255,6 +256,6 @@ def words(folder: Path) -> str:
 
 
 def text_of(html: str) -> str:
-    for markup in (r"<style>.*?</style>", r"<script>.*?</script>", r"<svg.*?</svg>", r"<[^>]*>"):
+    for markup in (r"<(template|style|script|svg)\b.*?</\1>", r"<[^>]*>"):
         html = re.sub(markup, " ", html, flags=re.S)
     return " ".join(unescape(html).split())

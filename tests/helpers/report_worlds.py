@@ -15,7 +15,7 @@ from rlhf_cli.evaluation import limit, reward_model, reward_probes, selection
 from rlhf_cli.evaluation.report_text import overhead_sentence
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.evaluation.reward_model import ScoredPair
-from rlhf_cli.report import compare, diagnosis, figures
+from rlhf_cli.report import compare, diagnosis, figures, headline
 from rlhf_cli.report.rules import RULES, BoundInputs, Rule, limit_of, readings
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.manifest import Manifest
@@ -43,6 +43,7 @@ def page(one: Run) -> Iterator[str]:
     for badge in found.badges:
         yield from (*badge.reasons, badge.advice)
     yield found.conclusion()
+    yield headline.verdict(one, found).sentence
     if one.report:
         yield from diagnosis.sentences(one)
 
@@ -70,10 +71,11 @@ def evaluation(
     ended: float = 0.9,
     greedy: float = 0.9,
     ill: bool = False,
+    best: float | None = None,
 ) -> Iterator[str]:
     """PPO's scores have SFT's distribution plus these shifts; `ended`, `greedy`: shares of SFT's answers that end.
 
-    `ill`: PPO's log is unhealthy.
+    `ill`: PPO's log is unhealthy. `best`: PPO's shift by gold from SFT's best of 4, if there is one.
     """
     n, whole = int(rng.choice(SIZES)), bool(rng.integers(2))
     shifts = {"reward": reward} | ({} if gold is None else {"gold": gold})
@@ -88,6 +90,10 @@ def evaluation(
     near_greedy = {"models": {"sft": sft | {"eos_fraction": rng.binomial(n, greedy) / n}}}
     report = {"n": n, "models": models, "greedy": near_greedy, "win_rate": {}}
     report["win_rate"] = dict.fromkeys(("ppo_vs_sft", "dpo_vs_sft", "ppo_vs_dpo"), rates)
+    if best is not None:
+        rate = statistics.win_rate(scores(rng, n, best, whole=whole), scores(rng, n, 0.0, whole=whole))
+        baseline = {**models["sft"], "n": 4, "kl_bound": 0.64, "ppo_win_rate": {"gold": rate}}
+        report["best_of"] = [baseline]
     ppo = log("ppo", policy__approxkl_avg=[0.5] * 8) if ill else Stage("ppo", Path("ppo"))
     yield from page(run(ppo, report=report))
 

@@ -1,4 +1,7 @@
-"""Figures of the report: marks stand where their data says."""
+"""Figures of the report: marks stand where their data says.
+
+Modules: `report/svg.py`.
+"""
 
 import re
 from xml.etree import ElementTree

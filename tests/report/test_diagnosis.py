@@ -124,8 +124,8 @@ def test_nothing_is_concluded_from_an_outdated_evaluation(run: Path) -> None:
     assert all(part in now for part in conclusions) and "Out of date: evaluated" not in now
     change(run / "ppo/manifest.json", model_sha256="trained again")
     old = words(run)
-    assert not any(part in old for part in conclusions) and "Result The evaluation is out of date" in old
-    assert old.count("Out of date: evaluated with models that have changed") == 4
+    assert not any(part in old for part in conclusions) and "Out of date. The evaluation used models" in old
+    assert old.count("Out of date: evaluated with models that have changed") == 3
     rows = {title: cells for title, *cells in compare.results([read_run(run)])}
     assert "PPO over SFT, gold" not in rows and rows["PPO, KL from SFT in nats"][0] == "-"
 
@@ -167,9 +167,9 @@ def test_watchdog_alarms(run: Path) -> None:
     [
         # Wilson's interval of 23 in 256 answers less than all of them ends at 0.94, of 38 at 0.89; of 144 at 0.50.
         (233 / 256, 0.0, "good", ""),
-        (218 / 256, 0.0, "worth a look", "raise sft.max_length (here 512) or ppo.response_length; see Samples"),
+        (218 / 256, 0.0, "worth a look", "raise sft.max_length (here 512) or ppo.response_length; see Answers"),
         (218 / 256, 1.0, "worth a look", "raise sft.num_train_epochs (here 1) or sft.learning_rate (here 0.001); it"),
-        (112 / 256, 0.89, "bad", "raise sft.max_length (here 512) or ppo.response_length; see Samples"),
+        (112 / 256, 0.89, "bad", "raise sft.max_length (here 512) or ppo.response_length; see Answers"),
     ],
 )
 def test_the_badge_of_sft_depends_on_the_answers_that_end(
@@ -239,12 +239,15 @@ def test_one_advice_per_stage_in_the_order_of_the_stages(run: Path) -> None:
     config["ppo"]["learning_rate"] = 0.003
     begin(run / "ppo", config)
     assert todo(run) == (
-        "What to do, in this order reward (worth a look): add pairs in which an empty answer is rejected, and pairs in "
+        "What to do first No stage is bad. Worth a look first: reward. An empty answer scores above the chosen answer "
+        "for 50% of 128 prompts. reward (worth a look): add pairs in which an empty answer is rejected, and pairs in "
         "which the good answer three times is rejected: PPO will exploit each of them "
         "ppo (worth a look): lower ppo.learning_rate (here 0.003) or ppo.num_ppo_epochs "
     )
     write_report(run, report(gold=0.3))
-    assert "in this order ppo : lower ppo.learning_rate" in words(run), "the cause of reward hacking is first"
+    assert "Stage to fix first: ppo. ppo : lower ppo.learning_rate" in words(run), (
+        "the cause of reward hacking is first"
+    )
 
 
 def test_bad_stages_come_first_and_the_evaluation_last(run: Path) -> None:
@@ -262,7 +265,7 @@ def test_reward_hacking_is_attributed_to_ppo_if_its_metrics_are_unhealthy(run: P
     healthy = words(write_report(run, report(gold=0.3)))
     assert "reward bad PPO raised the reward and lost by gold" in healthy and "ppo good" in healthy
     assert "reward : add pairs that reject what PPO exploits" in healthy
-    assert "eval : read the largest losses of PPO under Samples" in healthy
+    assert "eval : read the largest losses of PPO under Answers" in healthy
     log_ppo(run, objective__kl_k1=[0.0] + [30.0] * 19)
     unhealthy = words(run)
     assert "it over-optimized its reward. Stage to fix first: ppo." in unhealthy

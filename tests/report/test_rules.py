@@ -1,4 +1,4 @@
-"""Readings of PPO metrics on series with a known course, their advice, the samples that are shown, and the heat map."""
+"""Readings of PPO metrics on series with a known course, and their advice."""
 
 import itertools
 import math
@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 from doc_tables import METRICS, cells, section
-from report_run import UPDATES, answers, metrics
+from report_run import UPDATES, metrics
 
 from rlhf_cli.config.machinery.fields import key_at
 from rlhf_cli.config.stages import CONFIGS
-from rlhf_cli.evaluation.sample_pairs import response_pairs
 from rlhf_cli.ppo.monitor import MIN_EOS_FRACTION
-from rlhf_cli.report import figures, tables
 from rlhf_cli.report.rules import (
     CAUSES,
     IF_FAR,
@@ -222,58 +220,3 @@ def test_advised_keys_exist_and_are_in_the_guide() -> None:
     assert with_values("set ppo.bf16: false or ppo.gamma", {"ppo": {"bf16": True, "gamma": 1}}) == (
         "set ppo.bf16: false or ppo.gamma (here 1)"
     )
-
-
-# Samples
-
-
-def shown(pairs: list) -> dict[str, list[int]]:
-    return {title: [pair.index for pair in group] for title, group in tables.sample_groups(pairs)}
-
-
-def test_samples_are_the_extremes_the_median_and_the_largest_changes() -> None:
-    pairs = response_pairs(answers(16))
-    assert [pair.gain for pair in pairs] == [index - 4.0 for index in range(16)], "by gold, not by the reward model"
-    remaining = {3, 4, 5, 6, 10, 11, 12}  # KL is index % 5, the lengths differ by index - 2
-    by_change = sorted(remaining, key=lambda index: (-(index % 5), -abs(index - 2), index))
-    assert (
-        shown(pairs)
-        == {
-            "Largest gains of PPO": [15, 14, 13],
-            "Largest losses of PPO": [0, 1, 2],
-            "Median gain": [8, 7, 9],  # the upper median is 4
-            "Largest changes": by_change[:3],
-        }
-    )
-    assert shown(pairs[3:])["Largest losses of PPO"] == [3], "only negative gains are losses"
-    assert "Smallest gains of PPO" in shown(pairs[4:])
-    for n in range(12):
-        groups = shown(response_pairs(answers(n))).values()
-        assert sorted(itertools.chain.from_iterable(groups)) == list(range(n)), "each pair once"
-
-
-def test_pairs_are_of_prompts_that_both_policies_answered_in_one_mode() -> None:
-    rows = answers(4)
-    greedy = [row | {"mode": "greedy", "response": "greedy"} for row in rows]
-    kept = [row for row in rows if (row["model"], row["index"]) != ("sft", 2)]
-    pairs = response_pairs([*greedy, *kept])
-    assert [pair.index for pair in pairs] == [0, 1, 3] and pairs[0].ppo["response"] == "ppo says 0"
-    assert len(response_pairs(greedy)) == 4, "if there are no sampled ones"
-    assert response_pairs(rows[:4]) == [] and figures.lengths([]) is None
-
-
-def test_the_heat_map_is_of_the_last_sample_with_token_values() -> None:
-    tokens = {"text": ["a", "\n", ""], "reward": [0.5, -2.0, 0.0], "kl": [0.0] * 3, "value": [1.0, 2.0], "advantage": 3}
-    rows = [
-        {"step": 1, "prompt": "old", "tokens": tokens | {"text": ["x"] * 3}},
-        {"step": 2, "prompt": "p", "tokens": tokens},
-        {"step": 3, "prompt": "without"},
-    ]
-    found = tables.last_heat_map(rows)
-    assert found and (found.step, found.prompt) == (2, "p")
-    (reward, _, top, shades), (kl, _, _, kl_shades) = found.strips
-    assert (reward, kl, top) == ("reward", "kl", "2"), "columns of other lengths are skipped"
-    arrow, dot, minus = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}", "\N{MIDDLE DOT}", "\N{MINUS SIGN}"
-    assert shades == [("a", "0.5", 0.25), (arrow, f"{minus}2", -1.0), (dot, "0", 0.0)]
-    assert {shade for _, _, shade in kl_shades} == {0.0}
-    assert tables.last_heat_map([{"step": 3}, {"step": 4, "tokens": {"text": ["a"]}}]) is None

@@ -31,7 +31,7 @@ WATCHED = {
     "rlhf_cli.data.tokens": [("encode_many", "tokenising", "tokenised")],
     "rlhf_cli.models.save": [("save_model", "saving", None)],
     "rlhf_cli.models.forward": [("rollout_scores", "judge", None)],
-    "rlhf_cli.stages.eval.policy_evaluator": [("sequence_kl", "KL", None)],
+    "rlhf_cli.stages.eval.policy_evaluator": [("_log_ratios", "KL", None)],
     "rlhf_cli.ppo.rollout": [("HFEngine.generate", "rollout", None)],
     "rlhf_cli.ppo.trainer": [("PPOTrainer.make_experience", "judge", None), ("PPOTrainer.update", "update", None)],
 }

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from rlhf_cli import data, terminal
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.evaluation.responses import EvalResponses, EvalSampling, concat_responses, select_best_of_n
+from rlhf_cli.evaluation.responses import EvalResponses, EvalSampling, TokenKL, concat_responses, select_best_of_n
 from rlhf_cli.models import devices, forward
 from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
@@ -207,11 +207,15 @@ class PolicyEvaluator:
         rows = TextRows.of(rollout, self.tokenizer)
 
         kl = None
+        tokens = None
         if mode == "sampled":
             kl = [0.0] * len(rollout)
             if policy is not sft:
                 with devices.autocast(bf16=devices.use_bf16(settings.bf16)):
-                    kl = sequence_kl(policy, sft, rollout, temperature, max_rows=settings.per_device_batch_size)
+                    ratios = _log_ratios(policy, sft, rollout, temperature, max_rows=settings.per_device_batch_size)
+                kl = ratios.sums
+                if name == "ppo":
+                    tokens = [_token_kl(rollout, ratios.tokens, row) for row in range(len(rollout))]
         scores = {
             judge: source(rollout).tolist() for judge, source in self.judges.items() if isinstance(source, ModelReward)
         }
@@ -224,8 +228,16 @@ class PolicyEvaluator:
             lengths=rollout.response_lengths.tolist(),
             scores=scores,
             kl=kl,
+            tokens=tokens,
         )
         return responses, list(rows.completion_ids)
+
+
+def _token_kl(rollout: Rollout, log_ratios: Tensor, row: int) -> TokenKL:
+    """Return the tokens of a response with the KL of each."""
+    counts = rollout.response_mask[row]
+    ids = rollout.ids[row, rollout.prompt_width :]
+    return TokenKL(ids[counts].tolist(), log_ratios[row][counts].tolist())
 
 
 def _require_finite(policy: str, numbers: Mapping[str, Sequence[float]]) -> None:
@@ -243,17 +255,30 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
 
     Its mean over rows estimates KL(pi || ref) on pi's own samples.
     """
+    return _log_ratios(policy, ref, rollout, temperature, max_rows=max_rows).sums
+
+
+class LogRatios(NamedTuple):
+    """Log pi - log ref of responses: the sum of each, and that of each token (B, R), 0 beyond the response."""
+
+    sums: list[float]
+    tokens: Tensor
+
+
+def _log_ratios(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, max_rows: int) -> LogRatios:
     device = rollout.ids.device
     totals = torch.zeros(len(rollout), dtype=torch.float64, device=device)
+    tokens = torch.zeros(rollout.response_mask.shape, dtype=torch.float64, device=device)
     row_index = torch.arange(len(rollout), device=device)
     micro_batches = split_into_micro_batches(rollout.lengths, row_index, max_rows=max_rows)
     for rows in track_progress("kl: micro-batch", micro_batches):
         micro_batch = rollout.micro_batch(rows)
         logprobs = _response_logprobs(policy, micro_batch, temperature)
         ref_logprobs = _response_logprobs(ref, micro_batch, temperature)
-        totals.index_add_(0, micro_batch.response_index[0], (logprobs - ref_logprobs).double())
-    sums: list[float] = totals.tolist()
-    return sums
+        ratios = (logprobs - ref_logprobs).double()
+        totals.index_add_(0, micro_batch.response_index[0], ratios)
+        tokens[micro_batch.response_index] = ratios
+    return LogRatios(totals.tolist(), tokens)
 
 
 def _response_logprobs(model: Any, micro_batch: MicroBatch, temperature: float) -> Tensor:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_cli import jsonl, runs
+from rlhf_cli import data, jsonl, runs
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.evaluation.limit import build_limit
-from rlhf_cli.evaluation.responses import EvalResponses, sample_rows
+from rlhf_cli.evaluation.responses import EvalResponses, largest_changes, sample_rows
 from rlhf_cli.evaluation.summary import build_report
 from rlhf_cli.judges.pairwise import PairwiseJudge
 from rlhf_cli.runs.layout import REPORT
@@ -58,10 +58,18 @@ def _write_report(
 
     samples = config.folder / "samples.jsonl"
     samples.unlink(missing_ok=True)  # of a killed process; a link may lead elsewhere
-    jsonl.write_jsonl(samples, sample_rows(responses, inputs.columns))
+    jsonl.write_jsonl(samples, sample_rows(responses, inputs.columns, _token_values(inputs.tokenizer, responses)))
     runs.write_json(config.folder / REPORT, report.to_json())
     track(config, report, responses, inputs.columns)  # last: a tracker's failure must not change the report
     return report
+
+
+def _token_values(tokenizer: Any, responses: Sequence[EvalResponses]) -> dict[int, dict[str, list[Any]]]:
+    """Return text and KL of each token of the responses with the largest gains and losses, as the page shows them."""
+    return {
+        row: {"text": data.token_texts(tokenizer, tokens.ids), "kl": tokens.kl}
+        for row, tokens in largest_changes(responses).items()
+    }
 
 
 # Trackers

@@ -152,8 +152,7 @@ def token_columns(tokenizer: Any, experience: Experience) -> dict[str, list[Any]
     Special tokens have texts; a character of several tokens goes to the last one.
     """
     ids = experience.rollout.response_tokens(0)
-    *texts, last, rest = data.decode_stream(tokenizer, ids, special=True)
-    columns: dict[str, list[Any]] = {"text": [*texts, last + rest]}
+    columns: dict[str, list[Any]] = {"text": data.token_texts(tokenizer, ids)}
     tensors = {
         "reward": experience.rewards,
         "kl": experience.log_ratio,

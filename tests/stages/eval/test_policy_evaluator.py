@@ -52,6 +52,11 @@ def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatc
     assert judged.count("short") == policies + 3
     assert "eval     limit: 6 SFT answers to each of 10 prompts, 30 more than" in result.stderr
     assert f"eval {policies + 6}/{policies + 6} round" in result.stderr
+    by_token = [row for row in lines(trained_folder / "eval/samples.jsonl") if "tokens" in row]
+    assert len(by_token) == 10 and {(row["model"], row["mode"]) for row in by_token} == {("ppo", "sampled")}
+    for row in by_token:
+        assert len(row["tokens"]["text"]) == len(row["tokens"]["kl"]) == row["length"]
+        assert sum(row["tokens"]["kl"]) == pytest.approx(row["kl"])
     section = report.pop("limit")
     assert report == without, "nothing else changes"
     samples = lines(trained_folder / "eval/samples.jsonl")
