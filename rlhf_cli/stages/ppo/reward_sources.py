@@ -138,7 +138,8 @@ def build_reward_sources(
             sources[name] = FunctionReward(name, function, cache.policy_text.tokenizer)
         elif section.models:
             members = {member: cache.reward(f"rewards.{name}.models.{member}") for member in section.models}
-            sources[name] = EnsembleReward(members, section.combine, section.std_coef)
+            strength = section.entropic_scale if section.combine == "entropic" else section.std_coef
+            sources[name] = EnsembleReward(members, section.combine, strength)
         else:
             sources[name] = cache.reward(f"rewards.{name}.model")
     return sources
