@@ -1,6 +1,6 @@
 """Better reward models for PPO, on the demo: `python -m benchmarks.reward_models --out runs/reward_models`.
 
-Reward models learn from the first 4000 pairs of the demo's data, and PPO maximises them. Each seed has a folder, and in
+Reward models learn from the first 2000 pairs of the demo's data, and PPO maximises them. Each seed has a folder, and in
 it a run for each reward model and each arm:
 
 member-0 to -2   reward models that differ by their seed: the initial head and the order of the pairs
@@ -34,10 +34,10 @@ from rlhf_cli.models import load, tokenizers
 from rlhf_cli.rewards.model import COMBINE
 from rlhf_cli.stages.reward import raw_scores
 
-PAIRS = 4000  # of the demo's 12,000: few enough for PPO to over-optimise
+PAIRS = 2000  # of the 12,000 of the demo: few enough for PPO to over-optimise
 MEMBERS = 3
 OWN = 500  # prompts whose own pairs measure the reward models
-UPDATES, BATCH = 30, 64
+UPDATES, BATCH = 24, 64
 KL_COEF = 0.02
 KLS = (4.0, 8.0)  # nats, at which policies are compared
 WINDOW = 5  # updates, over which gold and KL are averaged
@@ -63,7 +63,7 @@ class RewardWorld(World):
 
     def train_reward_models(self) -> None:
         """Train the members, and average those of one head; the head is that of an untrained reward model."""
-        self.reward("head", reward=FROZEN)
+        self.reward("head", reward={**FROZEN, "normalize": "none"})
         for number in range(MEMBERS):
             self.reward(f"member-{number}", number)
             self.reward(f"shared-{number}", number, model={"start": "../head/reward"})
