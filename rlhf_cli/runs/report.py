@@ -276,6 +276,14 @@ class RewardModelAccuracy(StrictModel):
         return {name: values[name] for name in HEADLINE if name in values}
 
 
+class EnsembleCard(StrictModel):
+    """The members of an ensemble on the held-out pairs, with their scores as PPO sees them."""
+
+    accuracies: list[Share]  # of each member
+    accuracy: Share  # of the mean of their scores
+    disagreement: float  # standard deviation over the members, mean over the answers
+
+
 class RewardModelCard(RewardModelAccuracy):
     """The report card of a reward model: accuracy, calibration, length bias and probes on held-out pairs."""
 
@@ -290,6 +298,7 @@ class RewardModelCard(RewardModelAccuracy):
     length_correlation_ci95: Bounds
     longer_answer: LongerAnswer | None = None
     adversarial: Adversarial
+    ensemble: EnsembleCard | None = None
     flags: list[CardFlag] | None = None
 
 

@@ -13,7 +13,7 @@ import trl
 from torch.nn.functional import softplus
 from transformers import set_seed
 
-from rlhf_cli import data, terminal
+from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.reward import SAMPLING_BATCH_SIZE, RewardConfig
 from rlhf_cli.data.sampling import derive_seed
@@ -29,8 +29,8 @@ from rlhf_cli.models.initial import check_initial, find_initial
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.report import RewardModelCard
+from rlhf_cli.runs.parents import Parent, parent_entry
+from rlhf_cli.runs.report import EnsembleCard, RewardModelCard
 from rlhf_cli.stages.common import (
     batch_sizes,
     held_out,
@@ -60,8 +60,11 @@ class RewardTrainer(trl_trainer.TrainerMixin, trl.RewardTrainer):
 def run(config: RewardConfig, options: Options) -> None:
     """Train a reward model and write RUN/reward; resume from the last checkpoint if there is one.
 
-    Raises RLHFError as `lifecycle.run_stage`.
+    The other members of an ensemble are trained first, each as a stage of its own. Raises RLHFError as
+    `lifecycle.run_stage`.
     """
+    for member in config.other_members:
+        lifecycle.run_stage(member, options, _train)
     lifecycle.run_stage(config, options, _train)
 
 
@@ -110,6 +113,11 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
             scale = normalize_scores(config, scorer, answers, process_group)
             bar.advance()
         process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
+
+    if config.reward.ensemble:
+        fields["members"] = open_members(config)
+        if card:
+            card = card.model_copy(update={"ensemble": measure_ensemble(config, stage, scorer, eval_rows)})
 
     fields["metrics"] = card.headline() if card else {}
     if card:
@@ -370,6 +378,41 @@ def normalize_scores(
     scorer.config.reward_mean = mean
     scorer.config.reward_std = deviation
     return {"reward_mean": mean, "reward_std": deviation}
+
+
+# Ensemble
+
+
+def open_members(config: RewardConfig) -> dict[str, Any]:
+    """Return the manifest's entries of the other members, by number. Raises RLHFError M10 if one was damaged since."""
+    members = {}
+    for number, member in enumerate(config.other_members, start=2):
+        parent = runs.open_parent(
+            str(member.folder), expect=("reward",), key="reward.ensemble", where=config.where("reward.ensemble")
+        )
+        members[str(number)] = parent_entry(parent, config.folder).model_dump(exclude_none=True)
+    return members
+
+
+def measure_ensemble(config: RewardConfig, stage: lifecycle.StageRun, scorer: Any, rows: PairRows) -> EnsembleCard:
+    """Score the held-out pairs by each member, of which `scorer` is the first, and compare the scores."""
+    answers = [row["chosen_ids"] for row in rows] + [row["rejected_ids"] for row in rows]
+    scores = [_normalized_scores(config, scorer, answers, stage.process_group)]
+    for member in config.other_members:
+        other = trl_training.load_saved_model(load.load_reward_model, member, stage.options, base=None)
+        scores.append(_normalized_scores(member, other, answers, stage.process_group))
+        del other
+    return reward_model.compare_members(scores)
+
+
+def _normalized_scores(
+    config: RewardConfig, scorer: Any, rows: list[list[int]], process_group: ProcessGroup
+) -> list[float]:
+    """Return the scores of rows as PPO sees them."""
+    raw = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group, bf16=use_bf16(config))
+    mean = getattr(scorer.config, "reward_mean", 0.0)
+    deviation = getattr(scorer.config, "reward_std", 1.0)
+    return [(score - mean) / deviation for score in raw]
 
 
 # Report card
