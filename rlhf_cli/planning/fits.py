@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from rlhf_cli import distributed, runs, system, terminal
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.stages import TRLConfig, mode_of
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import devices, load
@@ -99,7 +100,8 @@ def _kinds(fixed: FixedMemory) -> str:
 
 def _check_disk(config: Config, checkpoint: int) -> None:
     """Raise RLHFError E03 if the disk cannot hold the checkpoints: those kept and one being written, minus existing."""
-    count = max(1, config.output.keep + 1 - len(runs.state_steps(config.folder / "state")))
+    stages = [config, *config.other_members] if isinstance(config, RewardConfig) else [config]
+    count = sum(max(1, config.output.keep + 1 - len(runs.state_steps(each.folder / "state"))) for each in stages)
     free = system.free_disk_bytes(config.folder)
     if free is None or count * checkpoint <= free:
         return

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import trl_stage
+from plans import plan_json
 from run_cli import fails, must_succeed, rlhf
 from trl_stage import manifest_of, signal_at, train
 
@@ -125,6 +126,18 @@ def test_ppo_scores_by_the_members_combined(
     assert {f"objective/score/reward/{number}" for number in (1, 2, 3)} <= line.keys()
     manifest = manifest_of(load("ppo", path))
     assert {"rewards.reward.model", "rewards.reward.models.2", "rewards.reward.models.3"} <= manifest["parents"].keys()
+
+
+def test_the_plan_counts_every_member(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ensemble = "reward.ensemble=3"
+    one = plan_json("reward.yaml")["reward"]
+    three = plan_json("reward.yaml", "-s", ensemble)["reward"]
+    assert three["steps"] == 3 * one["steps"]
+    assert three["seconds"] == pytest.approx(3 * one["seconds"])
+
+    monkeypatch.setattr("rlhf_cli.system.free_disk_bytes", lambda folder: 1)
+    fails(rlhf("check", "reward.yaml"), "E03", "3 checkpoints of")
+    fails(rlhf("check", "reward.yaml", ensemble), "E03", "9 checkpoints of")
 
 
 def test_bad_ensembles(world: World, tmp_path: Path, sft_stage: Path, ensemble: RewardConfig) -> None:
