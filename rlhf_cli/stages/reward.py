@@ -63,7 +63,8 @@ def run(config: RewardConfig, options: Options) -> None:
     The other members of an ensemble are trained first, each as a stage of its own. Raises RLHFError as
     `lifecycle.run_stage`.
     """
-    for member in config.other_members:
+    for number, member in enumerate(config.other_members, start=2):
+        terminal.say(f"reward   member {number} of {config.reward.ensemble}: {shown(member.folder)}")
         lifecycle.run_stage(member, options, _train)
     lifecycle.run_stage(config, options, _train)
 
