@@ -151,4 +151,5 @@ def test_bad_ensembles(world: World, tmp_path: Path, sft_stage: Path, ensemble: 
     one = folders_of(ensemble)[1]
     sections = {"models": {"sft": str(sft_stage), "reward": str(one)}, "data": {"prompts": str(world.sft)}}
     path = world.config(tmp_path, "ppo", **sections, rewards={"reward": {"combine": "min"}}, ppo=PPO)
-    fails(rlhf("ppo", path), "C17", "its model is no ensemble")
+    for command in ("check", "ppo"):
+        fails(rlhf(command, path), "C17", "its model is no ensemble")

@@ -163,6 +163,12 @@ def _member_keys(
     return keys
 
 
+def check_ensembles(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
+    """Raise RLHFError C17 with all sources whose `combine` has no effect on the one model that is there."""
+    sources = [(name, source) for name, source in config.rewards.items() if f"rewards.{name}.model" in parents]
+    collect_errors(*(partial(_member_keys, name, source, parents, config.where) for name, source in sources))
+
+
 def set_baseline(sources: Mapping[str, RolloutReward], baseline: Baseline) -> None:
     """Give the judges among the sources the answers to compare responses with."""
     for source in sources.values():
