@@ -23,8 +23,8 @@ from rlhf_cli.evaluation import reward_model, reward_probes
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.evaluation.reward_probes import POLITE_ANSWER
-from rlhf_cli.models import build, devices, load, lora, row_trial, save
-from rlhf_cli.models.batch import Prompts, right_pad
+from rlhf_cli.models import build, devices, forward, load, lora, row_trial, save
+from rlhf_cli.models.batch import Prompts, Rollout, right_pad
 from rlhf_cli.models.initial import check_initial, find_initial
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
@@ -397,23 +397,23 @@ def open_members(config: RewardConfig) -> dict[str, Any]:
 
 def measure_ensemble(config: RewardConfig, stage: lifecycle.StageRun, scorer: Any, rows: PairRows) -> EnsembleCard:
     """Score the held-out pairs by each member, of which `scorer` is the first, and compare the scores."""
-    answers = [row["chosen_ids"] for row in rows] + [row["rejected_ids"] for row in rows]
-    scores = [_normalized_scores(config, scorer, answers, stage.process_group)]
+    scores = [_scores_of_pairs(config, scorer, rows)]
     for member in config.other_members:
         other = trl_training.load_saved_model(load.load_reward_model, member, stage.options, base=None)
-        scores.append(_normalized_scores(member, other, answers, stage.process_group))
+        scores.append(_scores_of_pairs(config, other, rows))
         del other
     return reward_model.compare_members(scores)
 
 
-def _normalized_scores(
-    config: RewardConfig, scorer: Any, rows: list[list[int]], process_group: ProcessGroup
-) -> list[float]:
-    """Return the scores of rows as PPO sees them."""
-    raw = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group, bf16=use_bf16(config))
-    mean = getattr(scorer.config, "reward_mean", 0.0)
-    deviation = getattr(scorer.config, "reward_std", 1.0)
-    return [(score - mean) / deviation for score in raw]
+def _scores_of_pairs(config: RewardConfig, scorer: Any, rows: PairRows) -> list[float]:
+    """Return the scores of the chosen answers, then those of the rejected ones, as PPO sees them."""
+    prompts = [row["prompt_ids"] for row in rows]
+    chosen = [row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows]
+    rejected = [row["rejected_ids"][len(row["prompt_ids"]) :] for row in rows]
+    rollout = Rollout.from_lists(prompts * 2, chosen + rejected).to(scorer.device)
+    with devices.autocast(bf16=use_bf16(config)):
+        scores = forward.rollout_scores(scorer, rollout, max_rows=config.reward.per_device_eval_batch_size)
+    return list(map(float, scores))
 
 
 # Report card
