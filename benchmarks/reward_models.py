@@ -39,7 +39,7 @@ MEMBERS = 3
 OWN = 500  # prompts whose own pairs measure the reward models
 UPDATES, BATCH = 20, 64
 KL_COEF = 0.02
-KLS = (4.0, 8.0)  # nats, at which policies are compared
+KLS = (2.0, 4.0)  # nats, at which policies are compared
 WINDOW = 5  # updates, over which gold and KL are averaged
 ENTROPIC_SCALE = 0.5
 
