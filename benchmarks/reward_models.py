@@ -19,18 +19,24 @@ import argparse
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import comb
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.arms import Row, World, difference, interval, read, rlhf, spread, value_at
 from rlhf_cli import data
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.demo.gold import gold
 from rlhf_cli.evaluation.reward_model import ScoredPair, length_correlation
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import load, tokenizers
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.rewards.model import COMBINE
 from rlhf_cli.stages.reward import raw_scores
 
@@ -42,6 +48,8 @@ KL_COEF = 0.02
 KLS = (2.0, 4.0)  # nats, at which policies are compared
 WINDOW = 5  # updates, over which gold and KL are averaged
 ENTROPIC_SCALE = 0.5
+PROMPTS, ANSWERS = 192, 32  # of SFT's answers, of which the scores choose the best
+BEST_OF = (4, 16, 32)
 
 MODELS = [f"member-{number}" for number in range(MEMBERS)]
 SHARED = [f"shared-{number}" for number in range(MEMBERS)]
@@ -54,7 +62,11 @@ ARMS: dict[str, tuple[list[str], str]] = {
     "average": (["average"], "mean"),
 }
 # Row of the table of reward models -> the same; not all of them train a policy.
-SCORERS = {**ARMS, "mean, one head": (SHARED, "mean")}
+SCORERS: dict[str, tuple[list[str], str]] = {
+    **{name: ([name], "mean") for name in MODELS + SHARED},
+    **{arm: ARMS[arm] for arm in ARMS if arm != "one"},
+    "mean of shared": (SHARED, "mean"),
+}
 FROZEN: Row = {"learning_rate": 0, "max_steps": 1}  # a training that changes nothing, and normalises
 
 
@@ -126,38 +138,56 @@ class RewardWorld(World):
                 pairs.append({"prompt": texts["prompt"], "chosen": answers[better], "rejected": answers[1 - better]})
         return pairs
 
-    def measure_reward_models(self) -> dict[str, Row]:
-        """Return accuracy and length correlation of each scorer on held-out pairs and the policy's own pairs."""
-        held_out = read(self.folder / "demo/data/pairs_eval.jsonl")
-        own = self.own_pairs()
-        scores = {name: self.scores(name, held_out + own) for members, _ in SCORERS.values() for name in members}
+    def sft_answers(self) -> list[Row]:
+        """Return rows {prompt, answers}: answers of the SFT model to the first held-out prompts."""
+        path = self.folder / "answers.jsonl"
+        if not path.exists():
+            prompts = [row["prompt"] for row in read(self.folder / "demo/data/heldout.jsonl")[:PROMPTS]]
+            write_jsonl(path, sample(self.folder / "demo/sft/model", prompts, self.seed))
+        return read(path)
+
+    def measure_reward_models(self, scorers: Mapping[str, tuple[list[str], str]]) -> dict[str, Row]:
+        """Return the figures of reward models: on pairs of the raters and of the policy, and as judges of best-of-n."""
+        known = read(self.folder / "demo/data/pairs_eval.jsonl")
+        policy = self.own_pairs()
+        samples = self.sft_answers()
+        prompts, answers = [], []
+        for row in known + policy:
+            prompts += [row["prompt"]] * 2
+            answers += [row["chosen"], row["rejected"]]
+        for row in samples:
+            prompts += [row["prompt"]] * ANSWERS
+            answers += row["answers"]
+
+        tokenizer = tokenizers.load_tokenizer(self.folder / "demo/sft/model")
+        encoded = data.encode_many(tokenizer, prompts, answers)
+        lengths = [len(answer) for _, answer in encoded]
+        rows = [prompt + answer for prompt, answer in encoded]
+        sampled = slice(2 * len(known + policy), None)
+        golds = torch.tensor(gold(prompts[sampled], answers[sampled])).reshape(PROMPTS, ANSWERS)
+
+        scores: dict[str, torch.Tensor] = {}
         figures = {}
-        for scorer, (members, combine) in SCORERS.items():
-            pairs = combined_pairs([scores[name] for name in members], combine)
-            known, policy = pairs[: len(held_out)], pairs[len(held_out) :]
+        for scorer, (members, combine) in scorers.items():
+            scores |= {name: self.scores(name, rows) for name in members if name not in scores}
+            combined = COMBINE[combine](torch.stack([scores[name] for name in members]), ENTROPIC_SCALE)
+            pairs = as_pairs(combined[: sampled.start].tolist(), lengths)
+            best = best_of_n(combined[sampled].reshape(PROMPTS, ANSWERS), golds)
             figures[scorer] = {
-                "held_out": fmean(pair.right for pair in known),
-                "own": fmean(pair.right for pair in policy),
+                "held_out": fmean(pair.right for pair in pairs[: len(known)]),
+                "own": fmean(pair.right for pair in pairs[len(known) :]),
                 "own_pairs": len(policy),
-                "length": length_correlation(known)[0],
-                "own_length": length_correlation(policy)[0],
+                "length": length_correlation(pairs[: len(known)])[0],
+                "own_length": length_correlation(pairs[len(known) :])[0],
+                **best,
             }
         return figures
 
-    def scores(self, name: str, rows: Sequence[Row]) -> list[ScoredPair]:
-        """Return the pairs with their scores by a reward model, normalised as PPO sees them."""
-        folder = self.folder / name / "reward/model"
-        tokenizer = tokenizers.load_tokenizer(folder)
-        model = load.load_reward_model(folder).eval()
-        answers = [row[key] for row in rows for key in ("chosen", "rejected")]
-        encoded = data.encode_many(tokenizer, [row["prompt"] for row in rows for _ in range(2)], answers)
-        raw = raw_scores(model, [prompt + answer for prompt, answer in encoded], 64)
-        scaled = [(score - model.config.reward_mean) / model.config.reward_std for score in raw]
-        lengths = [len(answer) for _, answer in encoded]
-        return [
-            ScoredPair(scaled[place], scaled[place + 1], lengths[place], lengths[place + 1])
-            for place in range(0, len(answers), 2)
-        ]
+    def scores(self, name: str, rows: list[list[int]]) -> torch.Tensor:
+        """Return the scores of rows of tokens by a reward model, normalised as PPO sees them."""
+        model = load.load_reward_model(self.folder / name / "reward/model").eval()
+        raw = torch.tensor(raw_scores(model, rows, 64))
+        return (raw - model.config.reward_mean) / model.config.reward_std
 
     def measure_policy(self, arm: str) -> Row:
         """Return gold at each of KLS and the means of the last updates: between means of WINDOW updates."""
@@ -175,14 +205,34 @@ def windows(rows: Sequence[Row]) -> list[Sequence[Row]]:
     return [rows[first : first + WINDOW] for first in range(len(rows) - WINDOW + 1)]
 
 
-def combined_pairs(members: Sequence[Sequence[ScoredPair]], combine: str) -> list[ScoredPair]:
-    """Return pairs with the combined scores of an ensemble."""
-    chosen = COMBINE[combine](torch.tensor([[pair.chosen for pair in each] for each in members]), ENTROPIC_SCALE)
-    rejected = COMBINE[combine](torch.tensor([[pair.rejected for pair in each] for each in members]), ENTROPIC_SCALE)
-    return [
-        ScoredPair(float(better), float(worse), pair.chosen_length, pair.rejected_length)
-        for better, worse, pair in zip(chosen, rejected, members[0], strict=True)
-    ]
+def sample(folder: Path, prompts: Sequence[str], seed: int) -> list[Row]:
+    """Return rows {prompt, answers} with ANSWERS answers of a language model to each prompt."""
+    tokenizer = tokenizers.load_tokenizer(folder)
+    stop = data.stop_token_id(tokenizer)
+    engine = HFEngine(load.load_causal_lm(folder).eval(), stop, tokenizer.pad_token_id, batch_size=256)
+    encoded = data.encode_many(tokenizer, list(prompts), [None] * len(prompts))
+    repeated = np.repeat(np.arange(len(encoded)), ANSWERS)
+    batch = Prompts.from_lists([encoded[number][0] for number in repeated], tokenizer.pad_token_id)
+    seeds = tuple(derive_seed(seed, "best of n", number) for number in range(len(batch)))
+    texts = engine.generate(replace(batch, seeds=seeds, response_length=64)).texts(tokenizer)[1]
+    return [{"prompt": prompt, "answers": texts[n * ANSWERS : (n + 1) * ANSWERS]} for n, prompt in enumerate(prompts)]
+
+
+def as_pairs(scores: Sequence[float], lengths: Sequence[int]) -> list[ScoredPair]:
+    """Return the pairs whose chosen and rejected answers alternate."""
+    places = range(0, len(scores), 2)
+    return [ScoredPair(scores[n], scores[n + 1], lengths[n], lengths[n + 1]) for n in places]
+
+
+def best_of_n(scores: torch.Tensor, golds: torch.Tensor) -> Row:
+    """Return the mean gold of the best of n by the scores (prompts, answers), over all subsets of n answers."""
+    size = scores.shape[1]
+    ordered = golds.double().gather(1, scores.argsort(1))
+    figures = {}
+    for n in BEST_OF:
+        weights = torch.tensor([comb(place, n - 1) / comb(size, n) for place in range(size)], dtype=torch.float64)
+        figures[f"best_of_{n}"] = float((ordered @ weights).mean())
+    return figures
 
 
 def write_tables(results: Mapping[int, Mapping[str, Mapping[str, Row]]]) -> str:
@@ -230,7 +280,7 @@ def main() -> None:
         for arm in ARMS:
             world.train_policy(arm)
         results[seed] = {
-            "scorers": world.measure_reward_models(),
+            "scorers": world.measure_reward_models(SCORERS),
             "policies": {arm: world.measure_policy(arm) for arm in ARMS},
         }
         (args.out / "reward_models.json").write_text(json.dumps(results, indent=2))

@@ -118,7 +118,7 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
     if config.reward.ensemble:
         fields["members"] = open_members(config)
         if card:
-            card = card.model_copy(update={"ensemble": measure_ensemble(config, stage, scorer, eval_rows)})
+            card = card.with_changes(ensemble=measure_ensemble(config, stage, scorer, eval_rows))
 
     fields["metrics"] = card.headline() if card else {}
     if card:
