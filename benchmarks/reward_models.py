@@ -10,7 +10,7 @@ one              PPO on member-0
 mean, min, entropic   PPO on member-0 to -2, combined
 average          PPO on the averaged model
 
-The answers of PPO in `one` to 500 prompts are the policy's own pairs, of which gold decides. Gold scores each update's
+The answers of PPO in `one` to 300 prompts are the policy's own pairs, of which gold decides. Gold scores each update's
 answers, and PPO does not learn from it. A run that was cut off continues. Prints the tables of
 docs/results/reward-model.md, and writes OUT/reward_models.json.
 """
@@ -42,14 +42,14 @@ from rlhf_cli.stages.reward import raw_scores
 
 PAIRS = 2000  # of the 12,000 of the demo: few enough for PPO to over-optimise
 MEMBERS = 3
-OWN = 500  # prompts whose own pairs measure the reward models
+OWN = 300  # prompts whose own pairs measure the reward models
 UPDATES, BATCH = 20, 64
 KL_COEF = 0.02
 KLS = (2.0, 4.0)  # nats, at which policies are compared
 WINDOW = 5  # updates, over which gold and KL are averaged
 ENTROPIC_SCALE = 0.5
-PROMPTS, ANSWERS = 192, 32  # of SFT's answers, of which the scores choose the best
-BEST_OF = (4, 16, 32)
+PROMPTS, ANSWERS = 128, 16  # of SFT's answers, of which the scores choose the best
+BEST_OF = (4, 16)
 
 MODELS = [f"member-{number}" for number in range(MEMBERS)]
 SHARED = [f"shared-{number}" for number in range(MEMBERS)]
