@@ -34,11 +34,10 @@ from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.demo.gold import gold
 from rlhf_cli.evaluation.reward_model import ScoredPair, length_correlation
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.models import load, tokenizers
-from rlhf_cli.models.batch import Prompts
+from rlhf_cli.models import forward, load, tokenizers
+from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.rewards.model import COMBINE
-from rlhf_cli.stages.reward import raw_scores
 
 PAIRS = 2000  # of the 12,000 of the demo: few enough for PPO to over-optimise
 MEMBERS = 3
@@ -162,14 +161,14 @@ class RewardWorld(World):
         tokenizer = tokenizers.load_tokenizer(self.folder / "demo/sft/model")
         encoded = data.encode_many(tokenizer, prompts, answers)
         lengths = [len(answer) for _, answer in encoded]
-        rows = [prompt + answer for prompt, answer in encoded]
+        rollout = Rollout.from_lists(*map(list, zip(*encoded, strict=True)))
         sampled = slice(2 * len(known + policy), None)
         golds = torch.tensor(gold(prompts[sampled], answers[sampled])).reshape(PROMPTS, ANSWERS)
 
         scores: dict[str, torch.Tensor] = {}
         figures = {}
         for scorer, (members, combine) in scorers.items():
-            scores |= {name: self.scores(name, rows) for name in members if name not in scores}
+            scores |= {name: self.scores(name, rollout) for name in members if name not in scores}
             combined = COMBINE[combine](torch.stack([scores[name] for name in members]), ENTROPIC_SCALE)
             pairs = as_pairs(combined[: sampled.start].tolist(), lengths)
             best = best_of_n(combined[sampled].reshape(PROMPTS, ANSWERS), golds)
@@ -183,11 +182,10 @@ class RewardWorld(World):
             }
         return figures
 
-    def scores(self, name: str, rows: list[list[int]]) -> torch.Tensor:
-        """Return the scores of rows of tokens by a reward model, normalised as PPO sees them."""
-        model = load.load_reward_model(self.folder / name / "reward/model").eval()
-        raw = torch.tensor(raw_scores(model, rows, 64))
-        return (raw - model.config.reward_mean) / model.config.reward_std
+    def scores(self, name: str, rollout: Rollout) -> torch.Tensor:
+        """Return the scores of answers by a reward model, as PPO sees them."""
+        model = load.load_reward_model(self.folder / name / "reward/model").eval().requires_grad_(False)
+        return forward.rollout_scores(model, rollout, max_rows=64)
 
     def measure_policy(self, arm: str) -> Row:
         """Return gold at each of KLS and the means of the last updates: between means of WINDOW updates."""
