@@ -4,8 +4,8 @@ Reward models learn from the first 2000 pairs of the demo's data, and PPO maximi
 it a run for each reward model and each arm:
 
 member-0 to -2   reward models that differ by their seed: the initial head and the order of the pairs
-shared-0 to -2   the same from one initial head, in different orders
-average          the mean of the weights of shared-0 to -2, normalised again (WARM, arXiv 2401.12187)
+shared-1, -2     with the initial head of member-0, but other orders
+average          the mean of the weights of member-0, shared-1 and -2, normalised again (WARM, arXiv 2401.12187)
 one              PPO on member-0
 mean, min, entropic   PPO on member-0 to -2, combined
 average          PPO on the averaged model
@@ -47,11 +47,11 @@ KL_COEF = 0.02
 KLS = (2.0, 4.0)  # nats, at which policies are compared
 WINDOW = 5  # updates, over which gold and KL are averaged
 ENTROPIC_SCALE = 0.5
-PROMPTS, ANSWERS = 128, 16  # of SFT's answers, of which the scores choose the best
+PROMPTS, ANSWERS = 400, 16  # of SFT's answers, of which the scores choose the best
 BEST_OF = (4, 16)
 
 MODELS = [f"member-{number}" for number in range(MEMBERS)]
-SHARED = [f"shared-{number}" for number in range(MEMBERS)]
+SHARED = ["member-0", *(f"shared-{number}" for number in range(1, MEMBERS))]
 # Arm of PPO -> its reward models, and how they are combined.
 ARMS: dict[str, tuple[list[str], str]] = {
     "one": (MODELS[:1], "mean"),
@@ -60,12 +60,8 @@ ARMS: dict[str, tuple[list[str], str]] = {
     "entropic": (MODELS, "entropic"),
     "average": (["average"], "mean"),
 }
-# Row of the table of reward models -> the same; not all of them train a policy.
-SCORERS: dict[str, tuple[list[str], str]] = {
-    **{name: ([name], "mean") for name in MODELS + SHARED},
-    **{arm: ARMS[arm] for arm in ARMS if arm != "one"},
-    "mean of shared": (SHARED, "mean"),
-}
+# Row of the table of reward models -> the same. `one` is the mean of the figures of the members.
+SCORERS: dict[str, tuple[list[str], str]] = {**ARMS, "mean, one head": (SHARED, "mean")}
 FROZEN: Row = {"learning_rate": 0, "max_steps": 1}  # a training that changes nothing, and normalises
 
 
@@ -75,9 +71,10 @@ class RewardWorld(World):
     def train_reward_models(self) -> None:
         """Train the members, and average those of one head; the head is that of an untrained reward model."""
         self.reward("head", reward={**FROZEN, "normalize": "none"})
-        for number in range(MEMBERS):
-            self.reward(f"member-{number}", number)
-            self.reward(f"shared-{number}", number, model={"start": "../head/reward"})
+        for number, name in enumerate(MODELS):
+            self.reward(name, number)
+        for number, name in enumerate(SHARED[1:], start=1):
+            self.reward(name, number, model={"start": "../head/reward"})
         self.average("average", SHARED)
 
     def reward(self, name: str, number: int = 0, **changes: Row) -> None:
@@ -145,7 +142,7 @@ class RewardWorld(World):
             write_jsonl(path, sample(self.folder / "demo/sft/model", prompts, self.seed))
         return read(path)
 
-    def measure_reward_models(self, scorers: Mapping[str, tuple[list[str], str]]) -> dict[str, Row]:
+    def measure_reward_models(self) -> dict[str, Row]:
         """Return the figures of reward models: on pairs of the raters and of the policy, and as judges of best-of-n."""
         known = read(self.folder / "demo/data/pairs_eval.jsonl")
         policy = self.own_pairs()
@@ -165,22 +162,25 @@ class RewardWorld(World):
         sampled = slice(2 * len(known + policy), None)
         golds = torch.tensor(gold(prompts[sampled], answers[sampled])).reshape(PROMPTS, ANSWERS)
 
-        scores: dict[str, torch.Tensor] = {}
-        figures = {}
-        for scorer, (members, combine) in scorers.items():
-            scores |= {name: self.scores(name, rollout) for name in members if name not in scores}
-            combined = COMBINE[combine](torch.stack([scores[name] for name in members]), ENTROPIC_SCALE)
-            pairs = as_pairs(combined[: sampled.start].tolist(), lengths)
-            best = best_of_n(combined[sampled].reshape(PROMPTS, ANSWERS), golds)
-            figures[scorer] = {
+        def figures(scores: torch.Tensor) -> Row:
+            pairs = as_pairs(scores[: sampled.start].tolist(), lengths)
+            return {
                 "held_out": fmean(pair.right for pair in pairs[: len(known)]),
                 "own": fmean(pair.right for pair in pairs[len(known) :]),
-                "own_pairs": len(policy),
                 "length": length_correlation(pairs[: len(known)])[0],
                 "own_length": length_correlation(pairs[len(known) :])[0],
-                **best,
+                **best_of_n(scores[sampled].reshape(PROMPTS, ANSWERS), golds),
             }
-        return figures
+
+        scores = {name: self.scores(name, rollout) for name in {*MODELS, *SHARED, "average"}}
+        alone = [figures(scores[name]) for name in MODELS]
+        found = {"one": {key: fmean(row[key] for row in alone) for key in alone[0]}}
+        for scorer, (members, combine) in SCORERS.items():
+            if scorer != "one":
+                found[scorer] = figures(
+                    COMBINE[combine](torch.stack([scores[name] for name in members]), ENTROPIC_SCALE)
+                )
+        return found
 
     def scores(self, name: str, rollout: Rollout) -> torch.Tensor:
         """Return the scores of answers by a reward model, as PPO sees them."""
@@ -235,11 +235,10 @@ def best_of_n(scores: torch.Tensor, golds: torch.Tensor) -> Row:
 
 def write_tables(results: Mapping[int, Mapping[str, Mapping[str, Row]]]) -> str:
     """Return the tables of the reward models and the policies, and the differences from `one`, over the seeds."""
-    tables = [
-        table("reward model", [result["scorers"] for result in results.values()]),
-        table("PPO", [result["policies"] for result in results.values()]),
-        table_of_differences([result["policies"] for result in results.values()]),
-    ]
+    tables = []
+    for name in ("reward models", "policies"):
+        rows = [result[name] for result in results.values()]
+        tables += [table(name, rows), table_of_differences(rows)]
     return "\n\n".join(tables)
 
 
@@ -255,7 +254,7 @@ def table(name: str, results: Sequence[Mapping[str, Row]]) -> str:
 
 def table_of_differences(results: Sequence[Mapping[str, Row]]) -> str:
     """Return a table of each arm's gold less that of `one`."""
-    columns = [*(f"gold_at_{kl:g}" for kl in KLS), "best", "gold"]
+    columns = list(results[0]["one"])
     lines = [f"| difference | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for arm in results[0]:
         if arm != "one":
@@ -278,7 +277,7 @@ def main() -> None:
         for arm in ARMS:
             world.train_policy(arm)
         results[seed] = {
-            "scorers": world.measure_reward_models(SCORERS),
+            "reward models": world.measure_reward_models(),
             "policies": {arm: world.measure_policy(arm) for arm in ARMS},
         }
         (args.out / "reward_models.json").write_text(json.dumps(results, indent=2))
