@@ -176,10 +176,8 @@ class RewardWorld(World):
         alone = [figures(scores[name]) for name in MODELS]
         found = {"one": {key: fmean(row[key] for row in alone) for key in alone[0]}}
         for scorer, (members, combine) in SCORERS.items():
-            if scorer != "one":
-                found[scorer] = figures(
-                    COMBINE[combine](torch.stack([scores[name] for name in members]), ENTROPIC_SCALE)
-                )
+            combined = COMBINE[combine](torch.stack([scores[name] for name in members]), ENTROPIC_SCALE)
+            found.setdefault(scorer, figures(combined))
         return found
 
     def scores(self, name: str, rollout: Rollout) -> torch.Tensor:
