@@ -7,7 +7,7 @@ member-0 to -2   reward models that differ by their seed: the initial head and t
 shared-1, -2     with the initial head of member-0, but other orders
 average          the mean of the weights of member-0, shared-1 and -2, normalised again (WARM, arXiv 2401.12187)
 one              PPO on member-0
-mean, min, entropic   PPO on member-0 to -2, combined
+mean, min        PPO on member-0 to -2, combined
 average          PPO on the averaged model
 
 The answers of PPO in `one` to 300 prompts are the policy's own pairs, of which gold decides. Gold scores each update's
@@ -18,7 +18,7 @@ docs/results/reward-model.md, and writes OUT/reward_models.json.
 import argparse
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import comb
 from pathlib import Path
@@ -37,7 +37,6 @@ from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import forward, load, tokenizers
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.rewards.model import COMBINE
 
 PAIRS = 2000  # of the 12,000 of the demo: few enough for PPO to over-optimise
 MEMBERS = 3
@@ -46,7 +45,6 @@ UPDATES, BATCH = 20, 64
 KL_COEF = 0.02
 KLS = (2.0, 4.0)  # nats, at which policies are compared
 WINDOW = 5  # updates, over which gold and KL are averaged
-ENTROPIC_SCALE = 0.5
 PROMPTS, ANSWERS = 400, 16  # of SFT's answers, of which the scores choose the best
 BEST_OF = (4, 16)
 
@@ -57,11 +55,20 @@ ARMS: dict[str, tuple[list[str], str]] = {
     "one": (MODELS[:1], "mean"),
     "mean": (MODELS, "mean"),
     "min": (MODELS, "min"),
-    "entropic": (MODELS, "entropic"),
     "average": (["average"], "mean"),
 }
 # Row of the table of reward models -> the same. `one` is the mean of the figures of the members.
-SCORERS: dict[str, tuple[list[str], str]] = {**ARMS, "mean, one head": (SHARED, "mean")}
+SCORERS: dict[str, tuple[list[str], str]] = {
+    **ARMS,
+    "entropic": (MODELS, "entropic"),
+    "mean, one head": (SHARED, "mean"),
+}
+# How the table of reward models combines scores (members, rows); PPO has no `entropic` (arXiv 2606.09073).
+COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda scores: scores.mean(0),
+    "min": lambda scores: scores.amin(0),
+    "entropic": lambda scores: -0.5 * torch.log(torch.exp(-scores / 0.5).mean(0)),
+}
 FROZEN: Row = {"learning_rate": 0, "max_steps": 1}  # a training that changes nothing, and normalises
 
 
@@ -104,8 +111,6 @@ class RewardWorld(World):
         source: Row = {"model": folders[members[0]]}
         if len(members) > 1:
             source = {"models": folders, "combine": combine}
-            if combine == "entropic":
-                source["entropic_scale"] = ENTROPIC_SCALE
         run = self.folder / f"ppo-{arm}"
         if not run.exists():
             run.mkdir()
@@ -176,7 +181,7 @@ class RewardWorld(World):
         alone = [figures(scores[name]) for name in MODELS]
         found = {"one": {key: fmean(row[key] for row in alone) for key in alone[0]}}
         for scorer, (members, combine) in SCORERS.items():
-            combined = COMBINE[combine](torch.stack([scores[name] for name in members]), ENTROPIC_SCALE)
+            combined = COMBINE[combine](torch.stack([scores[name] for name in members]))
             found.setdefault(scorer, figures(combined))
         return found
 

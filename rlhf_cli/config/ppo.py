@@ -45,7 +45,6 @@ BUILTINS = (*VERIFIERS, "length", "keyword", "repetition")
 KINDS_WITH = {
     "combine": ("model", "models"),
     "std_coef": ("model", "models"),
-    "entropic_scale": ("model", "models"),
     "parameters": ("builtin",),
     "protocol": ("url",),
     "timeout": ("url",),
@@ -89,9 +88,8 @@ class RewardSourceSettings(Section):
     output: Literal["logit", "probability"] = "logit"
     input: Literal["response", "both"] = "response"
     batch_size: PositiveInt = 64
-    combine: Literal["mean", "min", "mean_minus_std", "entropic"] = "mean"
+    combine: Literal["mean", "min", "mean_minus_std"] = "mean"
     std_coef: NonNegativeFloat = 1.0
-    entropic_scale: PositiveFloat = 0.5
     clip: PositiveFloat | None = None
     weight: float = 1.0
 
@@ -120,8 +118,6 @@ class RewardSourceSettings(Section):
         """Return what an option needs to have an effect and this source lacks, or None."""
         if key == "std_coef" and self.combine != "mean_minus_std":
             return "combine: mean_minus_std"
-        if key == "entropic_scale" and self.combine != "entropic":
-            return "combine: entropic"
         if key == "output" and self.kind == "url" and self.protocol == "scores":
             return "a protocol that can apply a sigmoid: pooling, classify or rerank"
         kinds = KINDS_WITH[key]

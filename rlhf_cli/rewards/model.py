@@ -1,9 +1,8 @@
 """`model:` and `models:`: reward models on the policy's tokens or their own tokenizer's, and ensembles."""
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -146,27 +145,18 @@ class EnsembleReward:
 
     members: dict[str, ModelReward]
     combine: str = "mean"
-    strength: float = 1.0  # of `mean_minus_std`: std_coef; of `entropic`: entropic_scale
+    std_coef: float = 1.0
     splits_rows: ClassVar[bool] = True
 
     def __call__(self, rollout: Rollout) -> EnsembleScores:
         scores = {name: member(rollout) for name, member in self.members.items()}
-        combined = COMBINE[self.combine](torch.stack(list(scores.values())), self.strength)
-        return EnsembleScores(combined, scores)
+        ensemble = EnsembleScores(torch.stack(list(scores.values())).mean(0), scores)
+        return replace(ensemble, score=COMBINE[self.combine](ensemble, self.std_coef))
 
 
-def entropic(scores: Tensor, scale: float) -> Tensor:
-    """Return -scale log mean exp(-scores / scale) over the first dimension (arXiv 2606.09073).
-
-    The minimum for scale -> 0, the mean for scale -> infinity.
-    """
-    return scale * (math.log(len(scores)) - torch.logsumexp(-scores / scale, 0))
-
-
-# Name -> the combined score (B,) of the members' scores (members, B).
-COMBINE: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "mean": lambda scores, _: scores.mean(0),
-    "min": lambda scores, _: scores.amin(0),
-    "mean_minus_std": lambda scores, std_coef: scores.mean(0) - std_coef * scores.std(0, unbiased=False),
-    "entropic": entropic,
+# Name -> the combined score (B,), of an ensemble whose `score` is the mean of its members.
+COMBINE: dict[str, Callable[[EnsembleScores, float], Tensor]] = {
+    "mean": lambda ensemble, _: ensemble.score,
+    "min": lambda ensemble, _: torch.stack(list(ensemble.members.values())).amin(0),
+    "mean_minus_std": lambda ensemble, std_coef: ensemble.score - std_coef * ensemble.disagreement,
 }

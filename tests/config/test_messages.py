@@ -97,7 +97,6 @@ watchdog: {disagreement: 3.0} | C17 ppo.watchdog.disagreement has no effect with
 {models: {one: m}} | C17 rewards.x: an ensemble needs at least two models | use model for a single one
 {function: 'm:f', combine: min} | C17 rewards.x: combine has no effect without model or models | remove it
 {models: {a: m, b: m}, std_coef: 2.0} | C17 rewards.x: std_coef has no effect without combine: mean_... | remove it
-{models: {a: m, b: m}, entropic_scale: 2.0} | C17 rewards.x: entropic_scale has no effect without comb... | remove it
 {function: 'a:b', parameters: {most: 3}} | C17 rewards.x: parameters has no effect without builtin | remove it
 {builtin: repetition, timeout: 3.0} | C17 rewards.x: timeout has no effect without url | remove it
 {builtin: repetition, label: x} | C17 rewards.x: label has no effect without pipeline | remove it

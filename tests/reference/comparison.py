@@ -268,7 +268,7 @@ def copy_reward(trainer: PPOTrainer, name: str, scorers: dict[str, Any], rollout
         clip=trainer.reward_clips.get(name),
     )
     if isinstance(source, EnsembleReward):
-        return replace(reward, combine=source.combine, strength=source.strength)
+        return replace(reward, combine=source.combine, std_coef=source.std_coef)
     return reward
 
 

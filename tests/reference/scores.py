@@ -87,17 +87,14 @@ def score_responses(state: State) -> Scores:
 
 
 def ensemble_score(source: Reward, scores: Sequence[float]) -> float:
-    """Return an ensemble's score of a row: by the name of its combination.
+    """Return an ensemble's score of a row: its members' mean, minimum, or mean - std_coef * standard deviation.
 
-    The mean, the minimum, the mean - strength * standard deviation, or -strength log mean exp(-score / strength):
-    Coste et al. 2023 (arXiv 2310.02743), with the standard deviation instead of the variance; arXiv 2606.09073.
+    Coste et al. 2023 (arXiv 2310.02743), with the standard deviation instead of the variance.
     """
     if source.combine == "min":
         return min(scores)
     if source.combine == "mean_minus_std":
-        return fmean(scores) - source.strength * pstdev(scores)
-    if source.combine == "entropic":
-        return -source.strength * math.log(fmean(math.exp(-score / source.strength) for score in scores))
+        return fmean(scores) - source.std_coef * pstdev(scores)
     return fmean(scores)
 
 

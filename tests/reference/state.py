@@ -28,8 +28,8 @@ class Reward:
     scorers: dict[str, Scorer]
     weight: float
     clip: float | None
-    combine: str | None = None  # None for a single scorer; else a name of COMBINE
-    strength: float = 1.0
+    combine: str | None = None  # None for a single scorer; else mean, min or mean_minus_std
+    std_coef: float = 1.0
 
 
 @dataclass

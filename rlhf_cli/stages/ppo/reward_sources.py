@@ -139,8 +139,7 @@ def build_reward_sources(
             sources[name] = FunctionReward(name, function, cache.policy_text.tokenizer)
         elif keys := _member_keys(name, section, cache.parents, config.where):
             members = {member: cache.reward(key) for member, key in keys.items()}
-            strength = section.entropic_scale if section.combine == "entropic" else section.std_coef
-            sources[name] = EnsembleReward(members, section.combine, strength)
+            sources[name] = EnsembleReward(members, section.combine, section.std_coef)
         else:
             sources[name] = cache.reward(f"rewards.{name}.model")
     return sources
