@@ -47,7 +47,7 @@ class RewardConfig(PairConfig):
     def other_members(self) -> list[Self]:
         """Return the configs of the members of reward.ensemble but the first, which is this run's own reward model.
 
-        Member N is a stage of its own in RUN/members/N, with the seed of this one plus N - 1.
+        Member N is a separate stage in RUN/members/N, with the seed of this one plus N - 1.
         """
         alone = self.reward.model_copy(update={"ensemble": None})
         members = []

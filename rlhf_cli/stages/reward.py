@@ -60,7 +60,7 @@ class RewardTrainer(trl_trainer.TrainerMixin, trl.RewardTrainer):
 def run(config: RewardConfig, options: Options) -> None:
     """Train a reward model and write RUN/reward; resume from the last checkpoint if there is one.
 
-    The other members of an ensemble are trained first, each as a stage of its own. Raises RLHFError as
+    The other members of an ensemble are trained first, each as a separate stage. Raises RLHFError as
     `lifecycle.run_stage`.
     """
     for number, member in enumerate(config.other_members, start=2):

@@ -163,7 +163,7 @@ def _member_keys(
 
 
 def check_ensembles(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
-    """Raise RLHFError C17 with all sources whose `combine` has no effect on the one model that is there."""
+    """Raise RLHFError C17 with all sources whose `combine` has no effect, because they have one model."""
     sources = [(name, source) for name, source in config.rewards.items() if f"rewards.{name}.model" in parents]
     collect_errors(*(partial(_member_keys, name, source, parents, config.where) for name, source in sources))
 
