@@ -18,23 +18,14 @@ Prints the tables of docs/results/labels.md, and writes OUT/labels.json.
 import argparse
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean
 
-import yaml
-from scipy.stats import t as student_t
-
-from benchmarks.speed.processes import child_environment
+from benchmarks.arms import Row, World, difference, interval, read, rlhf, spread, value_at
 from rlhf_cli.demo.gold import gold
-from rlhf_cli.jsonl import read_jsonl, write_jsonl
-
-Row = dict[str, Any]
+from rlhf_cli.jsonl import write_jsonl
 
 ERRORS = 0.2  # share of the pairs with a better answer that the annotator gets wrong
 START = 2000  # pairs of the demo's data that every reward model learns from
@@ -88,22 +79,17 @@ class Annotator:
         return {**task, "annotations": [{"completed_by": 1, "lead_time": 5.0, "result": [result]}]}
 
 
-class World:
-    """The folder of a seed: the demo with its SFT model, and a run for each arm."""
+class LabelWorld(World):
+    """The folder of a seed, with an annotator."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder = folder
+        super().__init__(folder, seed)
         self.annotator = Annotator(ERRORS, seed)
-        self.seed = seed
 
     def prepare(self) -> None:
         """Create the demo, its SFT model, and the prompts of the own pairs."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        demo = self.folder / "demo"
-        if not demo.exists():
-            rlhf("init", "demo", demo, "--seed", self.seed)
-        rlhf("run", demo, "--only", "sft")
-        prompts = read(demo / "data/prompts.jsonl")
+        super().prepare()
+        prompts = read(self.folder / "demo/data/prompts.jsonl")
         write_jsonl(self.folder / "checked.jsonl", prompts[:CHECKED])
         write_jsonl(self.folder / "labelled.jsonl", prompts[CHECKED:])
 
@@ -129,19 +115,10 @@ class World:
         if not run.exists():
             run.mkdir()
             write_jsonl(run / "pairs.jsonl", pairs)
-            self._write(run, "reward", model={"path": "../demo/sft"}, data={"train": "pairs.jsonl"})
-            self._write(run, "ppo", models={"sft": "../demo/sft"}, ppo={"total_episodes": UPDATES * BATCH})
-            self._write(run, "eval", models={"sft": "../demo/sft"}, eval=EVALUATION)
+            self.write(run, "reward", model={"path": "../demo/sft"}, data={"train": "pairs.jsonl"})
+            self.write(run, "ppo", models={"sft": "../demo/sft"}, ppo={"total_episodes": UPDATES * BATCH})
+            self.write(run, "eval", models={"sft": "../demo/sft"}, eval=EVALUATION)
         rlhf("run", run)
-
-    def _write(self, run: Path, stage: str, **changes: Row) -> None:
-        """Write a stage's YAML: the demo's with its data, and with other keys in some sections."""
-        settings = yaml.safe_load((self.folder / f"demo/{stage}.yaml").read_text())
-        settings["data"] = {key: f"../demo/{path}" for key, path in settings["data"].items()}
-        for section, keys in changes.items():
-            kept = {} if section == "models" else settings.get(section, {})
-            settings[section] = kept | keys
-        (run / f"{stage}.yaml").write_text(yaml.safe_dump(settings))
 
     def run_arms(self) -> list[str]:
         """Run every arm, and return their names."""
@@ -207,14 +184,6 @@ class World:
         }
 
 
-def value_at(points: Sequence[tuple[float, float]], kl: float) -> float | None:
-    """Return the value where the points, in this order, first pass a KL, linear between two; None if they do not."""
-    for (low, before), (high, after) in pairwise(points):
-        if low <= kl <= high:
-            return before + (after - before) * (kl - low) / (high - low)
-    return None
-
-
 def preferences(tasks: Sequence[Row]) -> list[Row]:
     """Return labelled tasks as rows {prompt, chosen, rejected}, without ties."""
     rows = []
@@ -226,18 +195,6 @@ def preferences(tasks: Sequence[Row]) -> list[Row]:
         better, worse = ("first", "second") if choice == "1" else ("second", "first")
         rows.append({"prompt": texts["prompt"], "chosen": texts[better], "rejected": texts[worse]})
     return rows
-
-
-def read(path: Path) -> list[Row]:
-    """Return the rows of a file."""
-    return [row for _, row in read_jsonl(path)]
-
-
-def rlhf(*arguments: Any) -> None:
-    """Run a command. Raises CalledProcessError if it fails."""
-    command = [sys.executable, "-m", "rlhf_cli", *map(str, arguments)]
-    print("$ rlhf", *command[3:], flush=True)
-    subprocess.run(command, check=True, env=child_environment(threads=1))
 
 
 def write_tables(results: Mapping[int, Mapping[str, Row]]) -> str:
@@ -260,28 +217,6 @@ def write_tables(results: Mapping[int, Mapping[str, Row]]) -> str:
     return "\n".join(lines)
 
 
-def difference(first: float | None, second: float | None) -> float | None:
-    """Return first - second, None without one of them."""
-    return None if first is None or second is None else first - second
-
-
-def spread(values: Sequence[float | None]) -> str:
-    """Return the mean and the values of the seeds."""
-    if None in values:
-        return ", ".join("-" if value is None else f"{value:.3f}" for value in values)
-    known = [value for value in values if value is not None]
-    return f"{fmean(known):.3f} ({', '.join(f'{value:.3f}' for value in known)})"
-
-
-def interval(values: Sequence[float | None]) -> str:
-    """Return the mean with the 95 % interval of Student's t over the seeds."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values) or len(known) < 2:
-        return "-"
-    half = student_t.ppf(0.975, len(known) - 1) * stdev(known) / len(known) ** 0.5
-    return f"{fmean(known):+.3f} [{fmean(known) - half:+.3f}, {fmean(known) + half:+.3f}]"
-
-
 def main() -> None:
     """Run the seeds one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -290,7 +225,7 @@ def main() -> None:
     args = parser.parse_args()
     results = {}
     for seed in args.seeds:
-        world = World(args.out.resolve() / f"seed-{seed}", seed)
+        world = LabelWorld(args.out.resolve() / f"seed-{seed}", seed)
         world.prepare()
         arms = world.run_arms()
         results[seed] = {arm: world.measure(arm) for arm in arms}

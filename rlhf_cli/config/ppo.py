@@ -43,8 +43,8 @@ VERIFIERS = tuple(module.name for module in iter_modules([str(Path(__file__).par
 BUILTINS = (*VERIFIERS, "length", "keyword", "repetition")
 # Option of a source -> the kinds that have it.
 KINDS_WITH = {
-    "combine": ("models",),
-    "std_coef": ("models",),
+    "combine": ("model", "models"),
+    "std_coef": ("model", "models"),
     "parameters": ("builtin",),
     "protocol": ("url",),
     "timeout": ("url",),
@@ -719,7 +719,7 @@ class PPOConfig(TrainingConfig):
 
     def _check_signals(self, watchdog: WatchdogSettings) -> None:
         """Refuse settings of a signal that no source of the rewards gives."""
-        ensembles = [name for name, source in self.rewards.items() if source.models]
+        ensembles = [name for name, source in self.rewards.items() if source.models or source.model]
         needs = {
             "judge": (self.held_out, "a source of weight 0 in rewards"),
             "disagreement": (ensembles, "an ensemble in rewards"),

@@ -43,6 +43,10 @@ def card_rows(card: RewardModelCard) -> list[list[str]]:
             is_length_biased(card),
         ),
     ]
+    if ensemble := card.ensemble:
+        members = ", ".join(f"{accuracy:.3f}" for accuracy in ensemble.accuracies)
+        rows.append(_row("accuracy of the members' mean score", f"{ensemble.accuracy:.3f}; of each {members}"))
+        rows.append(_row("disagreement of the members", f"{ensemble.disagreement:.2f} standard deviations"))
     if longer := card.longer_answer:
         preferred = with_interval(longer.preferred, longer.ci95)
         rows.append(_row("longer answer preferred", f"{preferred}; by people {longer.chosen:.3f}"))

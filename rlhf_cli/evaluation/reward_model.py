@@ -13,6 +13,7 @@ from rlhf_cli.runs.report import (
     Adversarial,
     CalibrationBin,
     CardFlag,
+    EnsembleCard,
     LongerAnswer,
     MarginHistogram,
     RewardModelCard,
@@ -96,6 +97,21 @@ def make_card(pairs: Sequence[ScoredPair], adversarial: Adversarial, *, seed: in
         length_correlation_ci95=list(correlation_interval),
         longer_answer=longer_answer_preference(pairs),
         adversarial=adversarial,
+    )
+
+
+def compare_members(scores: Sequence[Sequence[float]]) -> EnsembleCard:
+    """Compare the members of an ensemble by the scores of each: of the chosen answers, then of the rejected ones."""
+    import numpy as np
+
+    by_member = np.array(scores)
+    chosen, rejected = np.split(by_member, 2, axis=1)
+    margins = chosen - rejected
+    accuracies = (np.sign(margins).mean(1) + 1) / 2  # a tie counts half
+    return EnsembleCard(
+        accuracies=accuracies.tolist(),
+        accuracy=float((np.sign(margins.mean(0)).mean() + 1) / 2),
+        disagreement=float(by_member.std(0).mean()),
     )
 
 

@@ -175,6 +175,7 @@ class StageValidator:
         start = self._check_policies(stage)
         build_reward_fns = partial(reward_sources.build_reward_fns, load_models=False)
         reward_fns = self.report.attempt(build_reward_fns, config, self.options, stage.parents) or {}
+        self.report.attempt(reward_sources.check_ensembles, config, stage.parents)
         self.report.attempt(check_initial, config, self.options, stage.parents)
         self.report.attempt(setup.check_hub_push, config, stage.parents.get("models.sft"))
         if not stage.finished:

@@ -138,6 +138,9 @@ def _estimate_training(config: TRLConfig, inputs: StageInputs, mode: str, target
         again = {"weights": model.full_weights, "activations": reading}
         phases.append(Phase("read again", 0, memory.peak(again, {})))
     phases += _measuring_phases(config, model, data, steps, target.processes)
+    if isinstance(config, RewardConfig) and config.reward.ensemble:
+        steps *= config.reward.ensemble
+        phases = [replace(each, flops=each.flops * config.reward.ensemble) if each.once else each for each in phases]
 
     if isinstance(config, SFTConfig) and config.best_of:
         frozen = _best_of_models(config, inputs, target)

@@ -103,7 +103,8 @@ def _check_disk(config: Config, checkpoint: int) -> None:
     kept = config.output.keep
     if isinstance(config, RewardConfig) and "data.eval" in config.sources() and config.reward.keeps_another_checkpoint:
         kept += 1
-    count = max(1, kept + 1 - len(runs.state_steps(config.folder / "state")))
+    stages = [config, *config.other_members] if isinstance(config, RewardConfig) else [config]
+    count = sum(max(1, kept + 1 - len(runs.state_steps(each.folder / "state"))) for each in stages)
     free = system.free_disk_bytes(config.folder)
     if free is None or count * checkpoint <= free:
         return

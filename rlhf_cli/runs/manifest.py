@@ -80,6 +80,7 @@ class Manifest(StrictModel):
     prompt_form: str | None = None  # of the training data: text, conversation or transcript
     metrics: Annotated[dict[str, Any], AfterValidator(_check_metrics)] = Field(default_factory=dict)
     card: RewardModelCard | None = None
+    members: dict[str, ParentEntry] = Field(default_factory=dict)  # the others of reward.ensemble, by number
     probes: list[ScoredRow] = Field(default_factory=list)
     probes_dtype: str | None = None
     engine: str | None = None  # that generated PPO's responses

@@ -320,6 +320,14 @@ class RewardModelAccuracy(StrictModel):
         return {name: values[name] for name in HEADLINE if name in values}
 
 
+class EnsembleCard(StrictModel):
+    """The members of an ensemble on the held-out pairs, with their scores as PPO sees them."""
+
+    accuracies: list[Share]  # of each member
+    accuracy: Share  # of the mean of their scores
+    disagreement: float  # standard deviation over the members, mean over the answers
+
+
 class RewardModelCard(RewardModelAccuracy):
     """The report card of a reward model: accuracy, calibration, length bias and probes on held-out pairs."""
 
@@ -337,6 +345,7 @@ class RewardModelCard(RewardModelAccuracy):
     adversarial: Adversarial
     kept_step: KeptStep | None = None  # None: only the last step could be kept
     label_errors: LabelErrors | None = None  # None: too few repeated pairs, or none with two labels that differ
+    ensemble: EnsembleCard | None = None
     flags: list[CardFlag] | None = None
 
 

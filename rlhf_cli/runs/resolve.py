@@ -98,7 +98,8 @@ def _references_of_ppo(config: PPOConfig) -> list[Named]:
         scorers["models.value"] = models.value
     for name, source in config.rewards.items():
         scorers[f"rewards.{name}.model"] = source.model
-        scorers |= {f"rewards.{name}.models.{member}": path for member, path in source.models.items()}
+        members = source.models or _other_members(source.model)
+        scorers |= {f"rewards.{name}.models.{member}": path for member, path in members.items()}
         scorers[f"rewards.{name}.pipeline"] = source.pipeline
 
     found: list[Named] = [
@@ -107,6 +108,12 @@ def _references_of_ppo(config: PPOConfig) -> list[Named]:
     ]
     found += [(key, path, ("reward",), None) for key, path in scorers.items()]
     return found
+
+
+def _other_members(path: str | None) -> dict[str, str]:
+    """Return the folders of an ensemble's members but the first, whose finished stage is in `path`, by number."""
+    manifest, _ = read_manifest(Path(path)) if path else (Manifest(), None)
+    return {number: os.path.normpath(Path(str(path), entry.path)) for number, entry in manifest.members.items()}
 
 
 def weights_bytes(config: Config) -> int:

@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 from torch.utils.data import SequentialSampler
 from transformers import set_seed
 
-from rlhf_cli import data, terminal
+from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.reward import MIN_DEBIAS_ANSWERS, SAMPLING_BATCH_SIZE, RewardConfig
 from rlhf_cli.data.label_noise import label_noise
@@ -27,13 +27,13 @@ from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.evaluation.reward_probes import POLITE_ANSWER
 from rlhf_cli.models import build, devices, forward, load, lora, row_trial, save
-from rlhf_cli.models.batch import Prompts, right_pad, stop_ids
+from rlhf_cli.models.batch import Prompts, Rollout, right_pad, stop_ids
 from rlhf_cli.models.initial import check_initial, find_initial
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.report import KeptStep, LabelErrors, RewardModelCard
+from rlhf_cli.runs.parents import Parent, parent_entry
+from rlhf_cli.runs.report import EnsembleCard, KeptStep, LabelErrors, RewardModelCard
 from rlhf_cli.stages.common import (
     batch_sizes,
     held_out,
@@ -80,8 +80,12 @@ class RewardTrainer(trl_trainer.TrainerMixin, trl.RewardTrainer):
 def run(config: RewardConfig, options: Options) -> None:
     """Train a reward model and write RUN/reward; resume from the last checkpoint if there is one.
 
-    Raises RLHFError as `lifecycle.run_stage`.
+    The other members of an ensemble are trained first, each as a separate stage. Raises RLHFError as
+    `lifecycle.run_stage`.
     """
+    for number, member in enumerate(config.other_members, start=2):
+        terminal.say(f"reward   member {number} of {config.reward.ensemble}: {shown(member.folder)}")
+        lifecycle.run_stage(member, options, _train)
     lifecycle.run_stage(config, options, _train)
 
 
@@ -136,6 +140,11 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
             card = card.with_changes(kept_step=kept_step)
         elif card:
             trl_training.log_final_evaluation(log, steps, metrics)
+
+    if config.reward.ensemble:
+        fields["members"] = open_members(config)
+        if card:
+            card = card.with_changes(ensemble=measure_ensemble(config, stage, scorer, eval_rows))
 
     fields["metrics"] = card.headline() if card else {}
     if card:
@@ -462,6 +471,41 @@ def _mean_and_deviation(scores: Sequence[float]) -> dict[str, float]:
         terminal.warn("R02", f"all {len(scores)} answers of the SFT model get the same score ({mean:.4g})")
         deviation = 1.0
     return {"reward_mean": mean, "reward_std": deviation}
+
+
+# Ensemble
+
+
+def open_members(config: RewardConfig) -> dict[str, Any]:
+    """Return the manifest's entries of the other members, by number. Raises RLHFError M10 if one was damaged since."""
+    members = {}
+    for number, member in enumerate(config.other_members, start=2):
+        parent = runs.open_parent(
+            str(member.folder), expect=("reward",), key="reward.ensemble", where=config.where("reward.ensemble")
+        )
+        members[str(number)] = parent_entry(parent, config.folder).model_dump(exclude_none=True)
+    return members
+
+
+def measure_ensemble(config: RewardConfig, stage: lifecycle.StageRun, scorer: Any, rows: PairRows) -> EnsembleCard:
+    """Score the held-out pairs by each member, of which `scorer` is the first, and compare the scores."""
+    scores = [_scores_of_pairs(config, scorer, rows)]
+    for member in config.other_members:
+        other = trl_training.load_saved_model(load.load_reward_model, member, stage.options, base=None)
+        scores.append(_scores_of_pairs(config, other, rows))
+        del other
+    return reward_model.compare_members(scores)
+
+
+def _scores_of_pairs(config: RewardConfig, scorer: Any, rows: PairRows) -> list[float]:
+    """Return the scores of the chosen answers, then those of the rejected ones, as PPO sees them."""
+    prompts = [row["prompt_ids"] for row in rows]
+    chosen = [row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows]
+    rejected = [row["rejected_ids"][len(row["prompt_ids"]) :] for row in rows]
+    rollout = Rollout.from_lists(prompts * 2, chosen + rejected).to(scorer.device)
+    with devices.autocast(bf16=use_bf16(config)):
+        scores = forward.rollout_scores(scorer, rollout, max_rows=config.reward.per_device_eval_batch_size)
+    return list(map(float, scores))
 
 
 # Report card

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import combinations
 from operator import attrgetter
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from typer.testing import CliRunner
 from without_packages import python
 
-from benchmarks import chain, fast_paths, gpu_check, placement, scale
+from benchmarks import chain, fast_paths, gpu_check, placement, reward_models, scale
 from benchmarks.learning import __main__ as learning
 from benchmarks.memory import __main__ as memory
 from benchmarks.speed import __main__ as speed
@@ -284,3 +285,15 @@ def test_flops_equal_those_that_torch_counts():
     policy = counter.get_total_flops() / 2 - 3 * not_causal
     value = policy - 3 * response * shape.hidden * (shape.vocabulary - 1)  # one output in place of the vocabulary
     assert floor.multiply_adds(shape, [(prompt, response)], epochs=1) == policy + value
+
+
+def test_the_best_of_n_is_a_mean_over_all_subsets(monkeypatch):
+    monkeypatch.setattr(reward_models, "BEST_OF", (1, 2, 4))
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(3, 4, generator=generator)
+    golds = torch.rand(3, 4, generator=generator)
+    found = reward_models.best_of_n(scores, golds)
+    for n in (1, 2, 4):
+        subsets = [list(subset) for subset in combinations(range(4), n)]
+        means = [golds[range(3), [s[int(row[s].argmax())] for row in scores]].mean() for s in subsets]
+        assert found[f"best_of_{n}"] == pytest.approx(float(torch.stack(means).mean()))

@@ -95,7 +95,7 @@ watchdog: {disagreement: 3.0} | C17 ppo.watchdog.disagreement has no effect with
 {builtin: length, function: 'a:b'} | C17 rewards.x: set exactly one of model, ... | a source named ...
 {model: m, models: {a: m, b: m}} | C17 rewards.x: set exactly one of model, ... | a source named ...
 {models: {one: m}} | C17 rewards.x: an ensemble needs at least two models | use model for a single one
-{model: m, combine: min} | C17 rewards.x: combine has no effect without models | remove it
+{function: 'm:f', combine: min} | C17 rewards.x: combine has no effect without model or models | remove it
 {models: {a: m, b: m}, std_coef: 2.0} | C17 rewards.x: std_coef has no effect without combine: mean_... | remove it
 {function: 'a:b', parameters: {most: 3}} | C17 rewards.x: parameters has no effect without builtin | remove it
 {builtin: repetition, timeout: 3.0} | C17 rewards.x: timeout has no effect without url | remove it

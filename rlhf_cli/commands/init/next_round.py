@@ -223,7 +223,8 @@ def _moved_tree(config: Config, configs: Mapping[str, Config], folder: Path) -> 
     for value in list(path_values(type(config), tree)):
         value.replace(own.get(value.text, value.text))
     section, key, stage = PREVIOUS[config.stage]
-    tree[section][key] = str(configs[stage].folder)
+    if not (isinstance(config, RewardConfig) and config.reward.ensemble):  # members start from new heads
+        tree[section][key] = str(configs[stage].folder)
     for value in list(path_values(type(config), tree)):
         value.replace(value.relative_to(folder))
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from rlhf_cli import data
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.errors import collect_errors
+from rlhf_cli.config.machinery.section import Where
+from rlhf_cli.config.ppo import PPOConfig, RewardSourceSettings
+from rlhf_cli.errors import RLHFError, collect_errors
 from rlhf_cli.models import devices, forward, load, row_trial, sharding
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.rewards.function import FunctionReward, RewardContext, RolloutReward, make_reward_fn
@@ -136,12 +137,35 @@ def build_reward_sources(
             sources[name] = JudgeReward(name, function, cache.policy_text.tokenizer)
         elif function:
             sources[name] = FunctionReward(name, function, cache.policy_text.tokenizer)
-        elif section.models:
-            members = {member: cache.reward(f"rewards.{name}.models.{member}") for member in section.models}
+        elif keys := _member_keys(name, section, cache.parents, config.where):
+            members = {member: cache.reward(key) for member, key in keys.items()}
             sources[name] = EnsembleReward(members, section.combine, section.std_coef)
         else:
             sources[name] = cache.reward(f"rewards.{name}.model")
     return sources
+
+
+def _member_keys(
+    name: str, section: RewardSourceSettings, parents: Mapping[str, Parent], where: Where
+) -> dict[str, str]:
+    """Return the keys of an ensemble's models by member: those of `models`, or of a reward stage with members.
+
+    The first of the latter is `model` itself. Raises RLHFError C17 if `combine` has no effect on one model.
+    """
+    prefix = f"rewards.{name}.models."
+    keys = {key.removeprefix(prefix): key for key in parents if key.startswith(prefix)}
+    if keys and section.model:
+        return {"1": f"rewards.{name}.model", **keys}
+    if not keys and not section.is_default("combine"):
+        text = f"rewards.{name}.combine has no effect: its model is no ensemble"
+        raise RLHFError("C17", text, where=where(f"rewards.{name}.combine"), hint="remove it, or set reward.ensemble")
+    return keys
+
+
+def check_ensembles(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
+    """Raise RLHFError C17 with all sources whose `combine` has no effect, because they have one model."""
+    sources = [(name, source) for name, source in config.rewards.items() if f"rewards.{name}.model" in parents]
+    collect_errors(*(partial(_member_keys, name, source, parents, config.where) for name, source in sources))
 
 
 def set_baseline(sources: Mapping[str, RolloutReward], baseline: Baseline) -> None:

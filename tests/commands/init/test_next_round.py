@@ -243,6 +243,13 @@ def test_the_round_takes_over_what_the_command_line_changed(run: Path) -> None:
     must_succeed(rlhf("check", "two"))
 
 
+def test_the_members_of_an_ensemble_start_from_the_sft_model(run: Path) -> None:
+    finish(run, {"train": "pairs.jsonl", "eval": "pairs.jsonl"}, reward={"ensemble": 2})
+    must_succeed(rlhf("init", "next", run, "two"))
+    reward = yaml.safe_load(Path("two/reward.yaml").read_text())
+    assert reward["reward"]["ensemble"] == 2 and reward["model"].keys() == {"path"}
+
+
 def test_paths_below_the_new_folder_are_no_hub_ids(run: Path) -> None:
     must_succeed(rlhf("init", "next", run, "."))
     trees = {stage: yaml.safe_load(Path(f"{stage}.yaml").read_text()) for stage in ("reward", "ppo", "eval")}
