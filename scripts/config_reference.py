@@ -46,6 +46,8 @@ These defaults follow no paper or other system:
 - `data.eval_prompts`: none. The sample tables then show the current rollout, so that a run needs one file of prompts.
 - `sft.eval_steps`, `reward.eval_steps`, `dpo.eval_steps`: once per epoch, enough to see where the held-out loss starts
   to rise.
+- `reward.keep`: best. A later step that is worse on held-out pairs by more than chance is not worth its scores; without
+  such a difference the last step is kept, as if nothing had been chosen.
 - `sft.group_by_length`, `reward.group_by_length`, `dpo.group_by_length`: true. Less padding means less time for the
   same rows.
 """

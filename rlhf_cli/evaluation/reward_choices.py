@@ -65,7 +65,7 @@ def _gain_of_length_debiasing(card: RewardModelCard) -> str:
     """Return both correlations and the change of the accuracy, on the same pairs."""
     found = card.length_debiasing
     if found is None:
-        return "little: the scores hardly depend on the length" if not is_length_biased(card) else "unknown"
+        return "little: scores hardly depend on it" if not is_length_biased(card) else "unknown"
     before = f"{found.raw.length_correlation:.3f}"
     after = with_interval(found.debiased.length_correlation, found.debiased.length_correlation_ci95)
     change = with_interval(found.accuracy_difference, found.accuracy_difference_ci95, sign="+")

@@ -105,9 +105,9 @@ def test_the_choices_say_the_errors_of_the_labels() -> None:
     """An accuracy of .8 on labels of which a tenth are wrong is one of .875 on right ones: .875 * .9 + .125 * .1."""
     errors = {"repeats": 100, "wrong": 0.1, "wrong_ci95": [0.06, 0.16]}
     known = RewardModelCard.model_validate({**card(), "label_errors": errors})
-    _, row = choice_rows(known)
+    *_, row = choice_rows(known)
     said = ["10.0% [6.0%, 16.0%] are wrong", "accuracy 0.875, if held-out labels err alike"]
     assert row == ["labels without errors", *said]
     often = RewardModelCard.model_validate({**card(), "label_errors": {**errors, "wrong": 0.2}})
-    assert choice_rows(often)[1][2] == "cannot be told: the labels err as often"
-    assert choice_rows(kept_card(None))[1][1:] == ["unknown: no pair has two labels", "unknown; label some pairs twice"]
+    assert choice_rows(often)[-1][2] == "cannot be told: the labels err as often"
+    assert choice_rows(kept_card(None))[-1][1:] == ["unknown: no pair has two labels", "unknown; label some pairs twice"]
