@@ -58,6 +58,7 @@ def _head(run: Run, found: diagnosis.Diagnosis) -> dict[str, Any]:
         "key_figures": headline.key_figures(run),
         "warnings": _warnings(run, found.badges),
         "conclusion": found.conclusion(),
+        "better_snapshot": headline.better_snapshot(run),
         "todo": [badge for badge in found.by_priority() if badge.advice],
         "sentences": list(diagnosis.sentences(run)),
     }

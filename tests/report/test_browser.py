@@ -141,7 +141,7 @@ def test_answers_are_sorted(opened_page: "Page", order: str, title: str) -> None
 def test_all_rows_can_be_reached(opened_page: "Page") -> None:
     """Fifty at a time; and with another policy, and along the training, those of the others."""
     gains = [float(index - 4) for index in reversed(range(N))]
-    assert opened_page.evaluate(GAINS) == gains[:50] and found(opened_page) == f"50 of {N} shown; {N} prompts in all"
+    assert opened_page.evaluate(GAINS) == gains[:50] and found(opened_page) == f"50 of {N} prompts shown"
     more = opened_page.get_by_role("button", name="Show 50 more")
     more.click()
     more.click()
@@ -150,7 +150,7 @@ def test_all_rows_can_be_reached(opened_page: "Page") -> None:
     pair.get_by_text("All 3 answers to this prompt").click()
     names = [each.split(" gold")[0] for each in pair.locator("details h4").all_inner_texts()]
     assert names == ["SFT", "PPO, update 10", "PPO"]
-    opened_page.get_by_label("Right").select_option("PPO, update 10")
+    opened_page.get_by_label("with", exact=True).select_option("PPO, update 10")
     assert "the ppo answer" in opened_page.locator(".pair .answer").nth(1).inner_text()
     assert "PPO, update 10" in opened_page.locator(".pair h4").nth(1).inner_text()
 
@@ -159,14 +159,14 @@ def test_answers_are_filtered_and_found(opened_page: "Page") -> None:
     outcome, topic = opened_page.get_by_label("Outcome"), opened_page.get_by_label("topic")
     for choice, count in (("wins", N - 5), ("losses", 4), ("ties", 1), ("cut off", 1), ("judges disagree", 13)):
         outcome.select_option(choice)
-        assert f" of {count} shown" in found(opened_page), choice
+        assert f" of {count} prompts" in found(opened_page), choice
     outcome.select_option("all")
     topic.select_option("sea")
-    assert f" of {N // 2} shown" in found(opened_page)
+    assert f" of {N // 2} prompts" in found(opened_page)
     opened_page.get_by_role("searchbox", name="Find").fill("ppo answer 99 ENDS")
-    assert first(opened_page) == "Prompt 99 gold +95" and found(opened_page).startswith("1 of 1 shown")
+    assert first(opened_page) == "Prompt 99 gold +95" and found(opened_page).startswith("1 of 1 prompts")
     topic.select_option("sky")
-    assert found(opened_page).startswith("0 of 0 shown")
+    assert found(opened_page) == "No prompt is left: change the filters."
     topic.select_option("all")
     opened_page.locator("#judge").select_option("reward")
     assert first(opened_page) == "Prompt 99 reward +47.5"

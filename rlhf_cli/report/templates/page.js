@@ -182,7 +182,7 @@ function showAnswers(data) {
     pairs.append(...next.map((row) => drawPair(row, options, data)));
     drawn += next.length;
     byId("more").hidden = drawn === rows.length;
-    byId("found").textContent = `${drawn} of ${rows.length} shown; ${data.prompts.length} prompts in all`;
+    byId("found").textContent = rows.length ? `${drawn} of ${rows.length} prompts shown` : "No prompt is left: change the filters.";
     all("#tools [data-order]").forEach((button) => button.setAttribute("aria-pressed", button.dataset.order === order));
   }
 
