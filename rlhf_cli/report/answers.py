@@ -30,7 +30,7 @@ class Answers:
 
     @property
     def groups(self) -> list[tuple[str, str, Sequence[ResponsePair]]]:
-        """Return (anchor, title, pairs) of those that need no script; each pair once."""
+        """Return (order, title, pairs) of those that need no script; each pair once."""
         if len(self.pairs) <= 2 * SHOWN:
             gained = [pair for pair in self.pairs if pair.gain > 0]
             others = self.pairs[len(gained) :]
@@ -39,8 +39,8 @@ class Answers:
             others = self.pairs[-SHOWN:]
         lowest = "Largest losses of PPO" if others and others[-1].gain < 0 else "Smallest gains of PPO"
         groups: list[tuple[str, str, Sequence[ResponsePair]]] = [
-            ("gains", "Largest gains of PPO", gained),
-            ("losses", lowest, others[::-1]),
+            ("gain", "Largest gains of PPO", gained),
+            ("loss", lowest, others[::-1]),
         ]
         return [group for group in groups if group[2]]
 

@@ -219,11 +219,8 @@ def _ends(scores: PolicyScores) -> str:
 
 
 def _over_snapshots(start: str, points: Points) -> str:
-    """Return where a sparkline starts and ends."""
-    if not points:
-        return ""
-    last, _ = points[-1]
-    return f"from {start} (SFT) to update {last:g}, {count(len(points), 'snapshot')}"
+    """Return where a sparkline starts."""
+    return f"{count(len(points), 'snapshot')}, from SFT's {start}" if points else ""
 
 
 LOGGED = (

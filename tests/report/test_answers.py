@@ -48,6 +48,16 @@ def test_pairs_are_of_prompts_that_both_policies_answered_in_one_mode() -> None:
     assert response_pairs(rows[:4]) == [] and figures.lengths([]) is None
 
 
+def test_a_pair_needs_a_score_of_both_answers_by_the_judge_that_decides() -> None:
+    rows = answers(6)
+    rows[0]["scores"] = {}
+    rows[7]["scores"] = {"gold": None, "reward": 1.0}
+    found = read_answers(rows)
+    assert found.judge == "gold" and [pair.index for pair in found.pairs] == [5, 4, 3, 2]
+    unscored = read_answers([row | {"scores": {}} for row in rows])
+    assert unscored.judge is None and unscored.groups == [] and len(unscored.contents()["prompts"]) == 6
+
+
 def test_every_row_is_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With texts that are safe to show, its scores by judge, and the policies in the order of training."""
     run = write_run(tmp_path / "run")

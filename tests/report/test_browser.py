@@ -106,7 +106,7 @@ def test_it_is_whole_without_scripts(known: str, chromium: Any) -> None:
         assert page.locator(".verdict").inner_text().startswith("Better, and worth its KL.")
         assert page.locator(".key-figure svg").count() == 3 and page.locator("svg.figure").count() > 20
         assert page.locator("#pairs .pair").count() == 50
-        assert page.locator("#pairs h3#losses ~ .pair h3").first.inner_text() == "Prompt 0 gold \N{MINUS SIGN}4"
+        assert page.locator("#pairs h3#loss ~ .pair h3").first.inner_text() == "Prompt 0 gold \N{MINUS SIGN}4"
         assert page.get_by_role("searchbox").count() == 0 and page.get_by_role("button").count() == 0
 
 

@@ -88,7 +88,7 @@ def test_the_large_figures(run: Path) -> None:
     assert (win_rate.value, kl.value, kl.unit, length.value, length.unit) == ("63 %", "12.3", "nats", "21.5", "tokens")
     assert win_rate.notes[:2] == ["95 % interval [57, 69]", "at equal length 61 % [55, 67]"]
     assert kl.notes[-1] == "SFT's best of 4 pays at most 0.64" and length.notes[-1] == "97 % of them end, 97 % of SFT's"
-    assert kl.spark and kl.over == "from 0 (SFT) to update 20, 3 snapshots"
+    assert kl.spark and kl.over == "3 snapshots, from SFT's 0"
     assert all(f"update {step}, KL {kl}" in kl_text for step, kl, kl_text in [(5, 1.5, kl.spark), (20, 9.75, kl.spark)])
     shutil.rmtree(run / "eval")
     score, kl, _ = headline.key_figures(read_run(run))
