@@ -139,10 +139,12 @@ def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, lege
     _draw_ring(axis, panel.ppo, report.selected_step, colors.ring)
 
     _scale_by_square_root(axis, panel.end)
-    axis.set(xlabel="KL from SFT, nats per response (square-root scale)", title=visible(judge))
+    axis.set(xlabel="KL from SFT, nats per response (square-root scale)")
     axis.grid(alpha=0.3)
     if legend:
         axis.legend(*_legend(axis), loc="best")
+    else:
+        axis.set_title(visible(judge))
     return _values(panel)
 
 

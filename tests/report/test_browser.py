@@ -233,7 +233,7 @@ def test_tokens_of_the_largest_losses_are_shaded_by_their_kl(opened_page: "Page"
 def test_values_show_under_the_pointer_and_by_the_arrow_keys(opened_page: "Page") -> None:
     figure = opened_page.locator(".key-figure").first
     figure.locator("svg").hover(position={"x": 5, "y": 15})
-    assert figure.locator(".readout").inner_text() == "Win rate: update 0, win rate 0.5"
+    assert figure.locator(".readout").inner_text() == "update 0, win rate 0.5"
     svg = opened_page.locator("#far figure svg").first
     svg.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
