@@ -146,7 +146,8 @@ def text_of(value: Any) -> str:
 
 
 def _rounded(value: Any) -> float | None:
-    return float(f"{value:.5g}") if is_number(value) else None
+    """Return a number in few digits, enough that different scores stay different."""
+    return float(f"{value:.7g}") if is_number(value) else None
 
 
 def packed(contents: Mapping[str, Any]) -> str:

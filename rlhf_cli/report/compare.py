@@ -268,7 +268,11 @@ def comparable_judges(runs: Sequence[Run]) -> list[str]:
     """Return the judges that are the same in all runs with win rates, the deciding one first."""
     rated_runs = [run for run in runs if run.rates]
     judges = dict.fromkeys(chain.from_iterable(run.rates for run in rated_runs))
-    same = [judge for judge in judges if len({_judge_model(run, judge) for run in rated_runs}) == 1]
+    same = []
+    for judge in judges:
+        models = {_judge_model(run, judge) for run in rated_runs}
+        if len(models) == 1:
+            same.append(judge)
     return sorted(same, key=lambda judge: judge != deciding_judge(same))
 
 
@@ -287,9 +291,12 @@ def _judge_model(run: Run, judge: str) -> str:
 
 def _frontiers(names: Sequence[str], runs: Sequence[Run]) -> Iterator[Figure]:
     """Yield a figure with all runs for each judge that is the same in them."""
-    reports = {name: run.outcome for name, run in zip(names, runs, strict=True) if run.outcome and run.rates}
     for index, judge in enumerate(comparable_judges(runs)):
-        shown = {name: report for name, report in reports.items() if report and _has_means(judge, report)}
+        shown: dict[str, Report] = {}
+        for name, run in zip(names, runs, strict=True):
+            if run.outcome and run.rates and _has_means(judge, run.outcome):
+                shown[name] = run.outcome
+
         if len(shown) > 1:
             draw = partial(draw_runs, judge, shown)
             yield figure(f"runs-{index}", f"By {judge}", "A ring marks the selected policy.", draw, size=(4.8, 3.2))

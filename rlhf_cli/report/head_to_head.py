@@ -16,6 +16,7 @@ from rlhf_cli.runs.report import WinRate
 
 COLUMNS = ["policies", "judge", "prompts", "win rate", "at equal length", "result"]
 MODE = "sampled"
+Prompt = tuple[int, str]  # its place and text
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,11 @@ class HeadToHead:
 
 def head_to_head(names: Sequence[str], runs: Sequence[Run], judges: Sequence[str]) -> HeadToHead | None:
     """Return the answers of the runs that can be compared by `judges`; None without two of them, or a shared prompt."""
-    found = {name: _by_prompt(run) for name, run in zip(names, runs, strict=True)}
-    known = {name: rows for name, rows in found.items() if rows}
+    known: dict[str, Mapping[Prompt, Sample]] = {}
+    for name, run in zip(names, runs, strict=True):
+        rows = _by_prompt(run)
+        if rows:
+            known[name] = rows
     if len(known) < 2:
         return None
 
@@ -107,8 +111,8 @@ def head_to_head(names: Sequence[str], runs: Sequence[Run], judges: Sequence[str
     return HeadToHead(answers, scoring) if shared and scoring else None
 
 
-def _by_prompt(run: Run) -> dict[tuple[int, str], Sample]:
-    """Return PPO's sampled answers of an evaluation that is not out of date, by place and text of the prompt."""
+def _by_prompt(run: Run) -> dict[Prompt, Sample]:
+    """Return PPO's sampled answers of an evaluation that is not out of date."""
     rows = run.answers if run.outcome else ()
     answers = [row for row in rows if (row["model"], row["mode"]) == ("ppo", MODE)]
     return {(row["index"], row["prompt"]): row for row in answers}

@@ -82,7 +82,7 @@ def test_every_row_is_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     first, last = data["prompts"][0], data["prompts"][-1]
     assert first["columns"] == {"topic": "sea", "answer": "7"}
     assert first["answers"][0]["text"] == "[secret][U+202E]</template><script>"
-    assert last["answers"][3]["scores"] == [None, 0.12346] and first["answers"][3] is None
+    assert last["answers"][3]["scores"] == [None, 0.123456] and first["answers"][3] is None
     assert html.count('<article class="pair">') == 2 * SHOWN + 1, "and the form of the script"
     assert '<select data-column="topic">' in html and "<option>sea</option>" in html
 
@@ -103,7 +103,7 @@ def test_token_values_are_safe_to_show() -> None:
     rows = answers(1)
     rows[1]["tokens"] = {"text": ["\u202e", "a"], "kl": [0.1234567, -1]}
     (prompt,) = read_answers(rows).contents()["prompts"]
-    assert prompt["answers"][1]["tokens"] == {"text": ["[U+202E]", "a"], "kl": [0.12346, -1.0]}
+    assert prompt["answers"][1]["tokens"] == {"text": ["[U+202E]", "a"], "kl": [0.1234567, -1.0]}
 
 
 def test_equal_contents_are_packed_to_equal_text() -> None:
