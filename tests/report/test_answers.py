@@ -63,6 +63,7 @@ def test_every_row_is_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run = write_run(tmp_path / "run")
     monkeypatch.setenv("MY_API_KEY", "do-not-show-me")
     rows = answers(60)
+    del rows[0]["kl"], rows[119]["kl"]  # as near-greedy answers
     rows[0]["response"] = "do-not-show-me\u202e</template><script>"
     rows = [row | {"columns": {"topic": "sea", "answer": 7}} for row in rows]
     snapshot = [row | {"model": "ppo_step_000010"} for row in rows[60:]]
