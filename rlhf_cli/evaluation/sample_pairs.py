@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from rlhf_cli.jsonl import is_number
@@ -34,12 +35,15 @@ def deciding_judge(judges: Iterable[str]) -> str:
 
 def deciding_judge_of(samples: Sequence[Sample]) -> str | None:
     """Return the deciding judge of samples.jsonl, None if no judge scored it."""
-    names = samples[0].get("scores") if samples else None
+    names = dict.fromkeys(chain.from_iterable(row["scores"] for row in samples))
     return deciding_judge(names) if names else None
 
 
 def response_pairs(samples: Sequence[Sample]) -> list[ResponsePair]:
-    """Pair the SFT and PPO responses by prompt index; sampled ones if there are any, else near-greedy ones."""
+    """Pair the SFT and PPO responses that the deciding judge scored, by prompt index.
+
+    They are the sampled ones if there are any, else the near-greedy ones.
+    """
     judge = deciding_judge_of(samples)
     mode = "sampled" if any(row.get("mode") == "sampled" for row in samples) else "greedy"
     sft_rows = _by_index(samples, "sft", mode)
@@ -49,8 +53,10 @@ def response_pairs(samples: Sequence[Sample]) -> list[ResponsePair]:
     for index in sorted(sft_rows.keys() & ppo_rows.keys()):
         sft = sft_rows[index]
         ppo = ppo_rows[index]
-        gain = ppo["scores"][judge] - sft["scores"][judge]
-        pairs.append(ResponsePair(index, sft["prompt"], sft, ppo=ppo, gain=gain))
+        before = sft["scores"].get(judge)
+        after = ppo["scores"].get(judge)
+        if is_number(before) and is_number(after):
+            pairs.append(ResponsePair(index, sft["prompt"], sft, ppo=ppo, gain=after - before))
     return pairs
 
 

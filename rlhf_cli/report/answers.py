@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_cli.evaluation.report_text import model_label
 from rlhf_cli.evaluation.sample_pairs import ResponsePair, Sample, deciding_judge_of, response_pairs
 from rlhf_cli.jsonl import is_number
-from rlhf_cli.report.formats import visible
+from rlhf_cli.report.formats import count, visible
 
 SHOWN = 25  # pairs at each end, without the script
 MAX_VALUES = 30  # of a column by which answers can be filtered
@@ -27,32 +27,31 @@ class Answers:
     judge: str | None  # that decides
     judges: Sequence[str]
     policies: Sequence[Policy]  # in the order of training: SFT, snapshots, PPO, others
+    names: Sequence[str]  # of the policies
+    right: int  # place of the policy that is shown beside the first one
 
     @property
     def groups(self) -> list[tuple[str, str, Sequence[ResponsePair]]]:
-        """Return (anchor, title, pairs) of those that need no script; each pair once."""
+        """Return (order, title, pairs) of those that need no script; each pair once."""
         if len(self.pairs) <= 2 * SHOWN:
             gained = [pair for pair in self.pairs if pair.gain > 0]
             others = self.pairs[len(gained) :]
         else:
             gained = list(self.pairs[:SHOWN])
             others = self.pairs[-SHOWN:]
-        lowest = "Largest losses of PPO" if others and others[-1].gain < 0 else "Smallest gains of PPO"
+        name = self.names[self.right] if self.names else ""
+        lowest = f"Largest losses of {name}" if others and others[-1].gain < 0 else f"Smallest gains of {name}"
         groups: list[tuple[str, str, Sequence[ResponsePair]]] = [
-            ("gains", "Largest gains of PPO", gained),
-            ("losses", lowest, others[::-1]),
+            ("gain", f"Largest gains of {name}", gained),
+            ("loss", lowest, others[::-1]),
         ]
         return [group for group in groups if group[2]]
 
     @property
-    def ppo(self) -> int:
-        """Return the place of the policy that is shown beside the first one."""
-        models = [model for model, _ in self.policies]
-        return models.index("ppo") if "ppo" in models else len(models) - 1
-
-    @property
-    def num_prompts(self) -> int:
-        return len({row["index"] for row in self.rows})
+    def about(self) -> str:
+        """Return how many there are."""
+        prompts = {row["index"] for row in self.rows}
+        return f"{count(len(prompts), 'prompt')}, {count(len(self.rows), 'answer')}"
 
     @property
     def columns(self) -> dict[str, list[str]]:
@@ -63,11 +62,6 @@ class Answers:
                 values = by_name.setdefault(name, {})
                 values[text_of(value)] = None
         return {name: list(values) for name, values in by_name.items() if len(values) <= MAX_VALUES}
-
-    @property
-    def names(self) -> list[str]:
-        """Return the name of each policy."""
-        return [policy_name(model, mode) for model, mode in self.policies]
 
     def contents(self) -> dict[str, Any]:
         """Return what the script shows: texts without secrets and invisible characters."""
@@ -115,12 +109,16 @@ def read_answers(rows: Sequence[Sample]) -> Answers:
 
     judge = deciding_judge_of(rows)
     pairs = sorted(response_pairs(rows), key=lambda pair: (-pair.gain, pair.index))
+    ordered = sorted(policies, key=_order)
+    models = [model for model, _ in ordered]
     return Answers(
         rows=rows,
         pairs=pairs,
         judge=judge,
         judges=sorted(judges, key=lambda name: name != judge),
-        policies=sorted(policies, key=_order),
+        policies=ordered,
+        names=[policy_name(model, mode) for model, mode in ordered],
+        right=models.index("ppo") if "ppo" in models else len(models) - 1,
     )
 
 
@@ -148,7 +146,8 @@ def text_of(value: Any) -> str:
 
 
 def _rounded(value: Any) -> float | None:
-    return float(f"{value:.5g}") if is_number(value) else None
+    """Return a number in few digits, enough that different scores stay different."""
+    return float(f"{value:.7g}") if is_number(value) else None
 
 
 def packed(contents: Mapping[str, Any]) -> str:

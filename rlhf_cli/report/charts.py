@@ -1,6 +1,6 @@
 """Kinds of figures of the report. Each draws on a matplotlib axis, and returns the values that it drew."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -57,6 +57,15 @@ class Figure:
     def anchor(self) -> str:
         """Return its id on the page."""
         return f"figure-{element_id(self.name)}"
+
+
+def tables(figures: Iterable[Figure]) -> dict[str, list[Sequence[str | float | None]]]:
+    """Return the values of each figure by its name: the columns, then the rows."""
+    found = {}
+    for each in figures:
+        if each.values:
+            found[visible(each.name)] = [each.values.columns, *each.values.rows]
+    return found
 
 
 def figure(

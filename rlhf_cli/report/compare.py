@@ -2,16 +2,21 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from rlhf_cli.evaluation.report_text import pair_label
+from rlhf_cli.evaluation.report_text import pair_label, ppo_points
+from rlhf_cli.evaluation.sample_pairs import columns_text, deciding_judge
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report import diagnosis
-from rlhf_cli.report.charts import Figure, curves
+from rlhf_cli.report.answers import packed, read_answers
+from rlhf_cli.report.charts import Figure, curves, figure, tables
 from rlhf_cli.report.formats import interval_text, number, percent, rated
+from rlhf_cli.report.frontier import draw_runs
+from rlhf_cli.report.head_to_head import head_to_head
 from rlhf_cli.report.html import WORDS, render_template
 from rlhf_cli.report.rules import RULES, Series, metrics_of
 from rlhf_cli.report.tables import stage_row, total_seconds
@@ -21,7 +26,14 @@ from rlhf_cli.runs.report import PolicyScores, Report, WinRate
 from rlhf_cli.runs.settings import between
 from rlhf_cli.statistics import bonferroni_z, last_quarter, wilson_difference
 
-SECTIONS = (("numbers", "Results"), ("curves", "PPO"), ("differences", "Settings that differ"), ("stages", "Stages"))
+SECTIONS = (
+    ("numbers", "Results"),
+    ("answers", "Answers"),
+    ("far", "Score over KL"),
+    ("curves", "PPO"),
+    ("differences", "Settings that differ"),
+    ("stages", "Stages"),
+)
 
 
 def of_runs(runs: list[Run]) -> str:
@@ -29,6 +41,10 @@ def of_runs(runs: list[Run]) -> str:
     names = short_names([run.folder for run in runs])
     found = [diagnosis.diagnose(run) for run in runs]
     differences = between(runs)
+    direct = head_to_head(names, runs, comparable_judges(runs))
+    answered = direct.side_by_side if direct else read_answers([])
+    frontiers = list(_frontiers(names, runs))
+    drawn = list(_curves(names, runs))
 
     notes: list[str] = []
     for name, run in zip(names, runs, strict=True):
@@ -43,8 +59,14 @@ def of_runs(runs: list[Run]) -> str:
         conclusions=[(name, each.conclusion()) for name, each in zip(names, found, strict=True)],
         win_rates=list(win_rate_differences(names, runs)),
         only_seeds={key for _, key, _ in differences} == {"seed"},
+        direct=direct.table if direct else (),
+        answers=answered,
+        columns_text=columns_text,
+        stale=False,
+        data=packed(answered.contents() | {"figures": tables([*frontiers, *drawn])}),
+        frontiers=frontiers,
         results=[row for row in results(runs) if row[-1]],  # known of some run
-        curves=list(_curves(names, runs)),
+        curves=drawn,
         differences=[[stage, key, *values] for stage, key, values in differences],
         stages=_state_rows(found),
     )
@@ -242,6 +264,18 @@ def _difference(judge: str, rated_runs: Sequence[RatedRun]) -> str:
     return f"By {judge} {high.name} ({rated(high.rate)}) and {low.name} ({rated(low.rate)}) {result}."
 
 
+def comparable_judges(runs: Sequence[Run]) -> list[str]:
+    """Return the judges that are the same in all runs with win rates, the deciding one first."""
+    rated_runs = [run for run in runs if run.rates]
+    judges = dict.fromkeys(chain.from_iterable(run.rates for run in rated_runs))
+    same = []
+    for judge in judges:
+        models = {_judge_model(run, judge) for run in rated_runs}
+        if len(models) == 1:
+            same.append(judge)
+    return sorted(same, key=lambda judge: judge != deciding_judge(same))
+
+
 def _judge_model(run: Run, judge: str) -> str:
     """Return the hash of a judge's model, or the name of a language model, or else its setting."""
     key = "models.reward" if judge == "reward" else f"judges.{judge}"
@@ -250,6 +284,28 @@ def _judge_model(run: Run, judge: str) -> str:
     if parent:
         return str(parent.sha256)
     return str(stage.setting(f"{key}.openai.model") or stage.setting(key))
+
+
+# Score over KL
+
+
+def _frontiers(names: Sequence[str], runs: Sequence[Run]) -> Iterator[Figure]:
+    """Yield a figure with all runs for each judge that is the same in them."""
+    for index, judge in enumerate(comparable_judges(runs)):
+        shown: dict[str, Report] = {}
+        for name, run in zip(names, runs, strict=True):
+            if run.outcome and run.rates and _has_means(judge, run.outcome):
+                shown[name] = run.outcome
+
+        if len(shown) > 1:
+            draw = partial(draw_runs, judge, shown)
+            yield figure(f"runs-{index}", f"By {judge}", "A ring marks the selected policy.", draw, size=(4.8, 3.2))
+
+
+def _has_means(judge: str, report: Report) -> bool:
+    """Return True if a judge scored SFT and PPO's snapshots, which people did not."""
+    scores = [report.models["sft"], *(point.scores for point in ppo_points(report))]
+    return all(judge in each.judges for each in scores)
 
 
 # Curves

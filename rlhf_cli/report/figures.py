@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_cli.evaluation import report_text
-from rlhf_cli.evaluation.sample_pairs import ResponsePair
+from rlhf_cli.evaluation.sample_pairs import ResponsePair, deciding_judge
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report import charts
 from rlhf_cli.report.charts import Figure, WinRateRow, curves, figure
@@ -174,11 +174,12 @@ def report_card(card: RewardModelCard) -> list[Figure]:
 
 
 def frontiers(report: Report) -> list[Figure]:
-    """Return a panel for each judge, if there is more to draw than SFT and PPO."""
+    """Return a panel for each judge, the deciding one first, if there is more to draw than SFT and PPO."""
     if not report_text.has_frontier(report):
         return []
+    judges = report.models["sft"].judges
     found = []
-    for index, judge in enumerate(report.models["sft"].judges):
+    for index, judge in enumerate(sorted(judges, key=lambda name: name != deciding_judge(judges))):
         parts = [f"{part[:1].upper()}{part[1:]}." for part in _frontier_sentences(report, judge)]
         draw = partial(draw_panel, judge, report, ON_PAGE, legend=True)
         found.append(figure(f"frontier-{index}", f"By {judge}", " ".join(parts), draw, size=(4.8, 3.2)))

@@ -1,9 +1,9 @@
 """Drawings of the judges' scores over KL: PPO's snapshots, SFT's best of n, other policies, and the limit."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -139,11 +139,34 @@ def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, lege
     _draw_ring(axis, panel.ppo, report.selected_step, colors.ring)
 
     _scale_by_square_root(axis, panel.end)
-    axis.set(xlabel="KL from SFT, nats per response (square-root scale)", title=visible(judge))
+    axis.set(xlabel="KL from SFT, nats per response (square-root scale)")
     axis.grid(alpha=0.3)
     if legend:
         axis.legend(*_legend(axis), loc="best")
+    else:
+        axis.set_title(visible(judge))
     return _values(panel)
+
+
+def draw_runs(judge: str, reports: Mapping[str, Report], axis: "Axes") -> Values:
+    """Draw a judge's mean over KL for PPO's snapshots of several runs, each beginning with its SFT."""
+    marks: list[Mark] = []
+    colors = dict(zip(reports, cycle(LINE_COLORS), strict=False))
+    courses: dict[str, list[Point]] = {}
+    for name, report in reports.items():
+        start = _by_judge(judge, report.models["sft"], "sft")
+        points = [start, *(_by_judge(judge, each.scores, "ppo") for each in ppo_points(report))]
+        courses[name] = points
+        _draw_points(axis, points, "o-", color=colors[name], label=name)
+        marks += [Mark(each.kl, each.mean, (name, each.step, each.kl, each.mean, *each.interval)) for each in points]
+
+    _scale_by_square_root(axis, 1.07 * (max(each.x for each in marks) or 1.0))
+    axis.set(xlabel="KL from SFT, nats per response (square-root scale)", ylabel=visible(judge))
+    axis.grid(alpha=0.3)
+    axis.legend(loc="best")
+    for name, points in courses.items():  # after the legend, which does not explain rings
+        _draw_ring(axis, points, reports[name].selected_step, colors[name])
+    return Values(("run", "update", "KL", "score", "from", "to"), marks)
 
 
 def _values(panel: Panel) -> Values:

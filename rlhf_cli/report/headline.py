@@ -116,6 +116,19 @@ def _over_best_of(report: Report, judge: str) -> tuple[str, WinRate] | None:
     return (f"SFT's best of {largest.n}", rate) if rate else None
 
 
+def better_snapshot(run: Run) -> str:
+    """Return the selected policy as text if the one of the page is worse; empty otherwise."""
+    report = run.outcome
+    if report is None or report.selected is None or report.selected_point is None or not report.frontier:
+        return ""
+    selected = report.selected
+    best = report.selected_point.step
+    shown = report.models["ppo"].step or max(point.step for point in report.frontier)
+    if shown in (best, *(selected.within_noise or ())):
+        return ""
+    return f"Update {best} is the policy to take, not update {shown}: {selected.rule}"
+
+
 # The three large figures
 
 
@@ -125,6 +138,7 @@ class KeyFigure:
 
     title: str
     value: str
+    unit: str = ""
     notes: Sequence[str] = ()
     grade: Grade | None = None
     spark: Markup | None = None
@@ -157,10 +171,10 @@ def _win_rate(report: Report) -> KeyFigure:
     return KeyFigure(
         f"PPO wins, by {judge}",
         percent(rate.value),
-        notes,
+        notes=notes,
         grade=GRADES[significance(rate)],
         spark=sparkline("Win rate", ("", "update", "win rate"), [(0, 0.5), *points] if points else []),
-        over=_over_snapshots(points),
+        over=_over_snapshots(percent(0.5), points),
     )
 
 
@@ -170,18 +184,19 @@ def _kl(report: Report) -> KeyFigure:
     if ppo.kl is not None and ppo.kl_ci95:
         low, high = ppo.kl_ci95
         notes.append(f"95 % interval [{number(low)}, {number(high)}]")
-    notes.append(_overhead(limit_of_ppo(report)) or "overhead not known: eval.limit estimates it")
+    notes.append(_overhead(limit_of_ppo(report)) or "overhead unknown without eval.limit")
     if report.best_of:
         largest = report.best_of[-1]
-        notes.append(f"SFT's best of {largest.n}: at most {number(largest.kl_bound)}")
+        notes.append(f"SFT's best of {largest.n} pays at most {number(largest.kl_bound)}")
 
     points = [(each.step, each.kl) for each in report.frontier or []]
     return KeyFigure(
         "KL from SFT, the price",
-        "not known" if ppo.kl is None else f"{number(ppo.kl)} nats",
-        notes,
+        "not known" if ppo.kl is None else number(ppo.kl),
+        unit="" if ppo.kl is None else "nats",
+        notes=notes,
         spark=sparkline("KL", ("", "update", "KL"), [(0, 0.0), *points] if points else []),
-        over=_over_snapshots(points),
+        over=_over_snapshots("0", points),
     )
 
 
@@ -191,10 +206,11 @@ def _length(report: Report) -> KeyFigure:
     points = [(each.step, each.response_length_mean) for each in report.frontier or []]
     return KeyFigure(
         "Length of PPO's answers",
-        f"{number(ppo.response_length_mean)} tokens",
-        [f"SFT's {number(sft.response_length_mean)}", f"{_ends(ppo)} of them end, {_ends(sft)} of SFT's"],
+        number(ppo.response_length_mean),
+        unit="tokens",
+        notes=[f"SFT's have {number(sft.response_length_mean)}", f"{_ends(ppo)} of them end, {_ends(sft)} of SFT's"],
         spark=sparkline("Length", ("", "update", "tokens"), [(0, sft.response_length_mean), *points] if points else []),
-        over=_over_snapshots(points),
+        over=_over_snapshots(number(sft.response_length_mean), points),
     )
 
 
@@ -202,17 +218,15 @@ def _ends(scores: PolicyScores) -> str:
     return percent(scores.eos_fraction)
 
 
-def _over_snapshots(points: Points) -> str:
-    if not points:
-        return ""
-    last, _ = points[-1]
-    return f"SFT to update {last:g}, {count(len(points), 'snapshot')}"
+def _over_snapshots(start: str, points: Points) -> str:
+    """Return where a sparkline starts."""
+    return f"{count(len(points), 'snapshot')}, from SFT's {start}" if points else ""
 
 
 LOGGED = (
     ("Reward score in training", "objective/scores", ""),
-    ("KL from SFT in training", "objective/kl_k1", " nats"),
-    ("Length of PPO's answers in training", "objective/response_length", " tokens"),
+    ("KL from SFT in training", "objective/kl_k1", "nats"),
+    ("Length of PPO's answers in training", "objective/response_length", "tokens"),
 )
 
 
@@ -225,8 +239,9 @@ def _in_training(ppo: Stage) -> Iterator[KeyFigure]:
         end = last_quarter([value for _, value in points])
         yield KeyFigure(
             title,
-            f"{number(sum(end) / len(end))}{unit}",
-            [f"mean of the last {count(len(end), 'update')}"],
+            number(sum(end) / len(end)),
+            unit=unit,
+            notes=[f"mean of the last {count(len(end), 'update')}"],
             spark=sparkline(title, ("", "update", "value"), points),
             over=count(len(points), "update"),
         )

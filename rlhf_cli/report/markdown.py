@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.report_text import policies_table, summary_sentence, win_rate_table
-from rlhf_cli.report.compare import results, short_names, win_rate_differences
+from rlhf_cli.report.compare import comparable_judges, results, short_names, win_rate_differences
 from rlhf_cli.report.diagnosis import Diagnosis
 from rlhf_cli.report.formats import visible
+from rlhf_cli.report.head_to_head import head_to_head
 from rlhf_cli.report.html import WORDS
 
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"  # names a file that Actions shows on the page of the job
@@ -51,6 +52,8 @@ def _of_comparison(found: Sequence[Diagnosis]) -> Iterator[str]:
     yield f"### {len(runs)} runs"
     conclusions = zip(names, found, strict=True)
     yield "\n".join(f"- **{escape(name)}**: {escape(each.conclusion())}" for name, each in conclusions)
+    if direct := head_to_head(names, runs, comparable_judges(runs)):
+        yield _table(*direct.table)
     yield from (escape(sentence) for sentence in win_rate_differences(names, runs))
     rows = [row for row in results(runs) if row[-1]]  # known of some run
     yield _table(["", *names, "mean", "spread", "n"], rows)

@@ -10,8 +10,8 @@ from rlhf_cli.evaluation.kept_step import describe
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_choices import TITLES, choice_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
-from rlhf_cli.report import answers, diagnosis, figures, headline, tables, tokens
-from rlhf_cli.report.formats import count, interval_text, percent, visible
+from rlhf_cli.report import answers, charts, diagnosis, figures, headline, tables, tokens
+from rlhf_cli.report.formats import count, interval_text, percent
 from rlhf_cli.report.html import render_template
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import RewardModelCard
@@ -44,8 +44,7 @@ def of_run(run: Run) -> str:
         report=run.report,
         answers=answered,
         columns_text=sample_pairs.columns_text,
-        answers_about=f"{count(answered.num_prompts, 'prompt')}, {count(len(answered.rows), 'answer')}",
-        data=answers.packed(answered.contents() | {"figures": _tables_of(sections)}),
+        data=answers.packed(answered.contents() | {"figures": charts.tables(_figures(sections))}),
         **sections,
         **ran,
     )
@@ -58,20 +57,16 @@ def _head(run: Run, found: diagnosis.Diagnosis) -> dict[str, Any]:
         "key_figures": headline.key_figures(run),
         "warnings": _warnings(run, found.badges),
         "conclusion": found.conclusion(),
+        "better_snapshot": headline.better_snapshot(run),
         "todo": [badge for badge in found.by_priority() if badge.advice],
         "sentences": list(diagnosis.sentences(run)),
     }
 
 
-def _tables_of(sections: Mapping[str, Any]) -> dict[str, list[Sequence[str | float | None]]]:
-    """Return the values of each figure by its name: the columns, then the rows."""
+def _figures(sections: Mapping[str, Any]) -> Iterator[charts.Figure]:
+    """Return the figures of all sections."""
     health = sections["health"]
-    shown = chain(health.open, health.folded, sections["card_figures"], sections["evaluation_figures"])
-    found = {}
-    for figure in shown:
-        if figure.values:
-            found[visible(figure.name)] = [figure.values.columns, *figure.values.rows]
-    return found
+    return chain(health.open, health.folded, sections["card_figures"], sections["evaluation_figures"])
 
 
 def _subtitle(run: Run) -> str:

@@ -137,13 +137,14 @@ def spot(x: float, y: float, text: str) -> str:
 
 
 def spot_text(columns: Sequence[str], cells: Sequence[str | float | None]) -> str:
-    """Return a row of a figure's table as text: `training: step 3, loss 0.5`."""
+    """Return a row of a figure's table as text: `training: step 3, loss 0.5`; without a series only its values."""
     series, *rest = cells
     parts = []
     for column, cell in zip(columns[1:], rest, strict=True):
         if cell is not None:
             parts.append(f"{column} {cell if isinstance(cell, str) else number(cell)}")
-    return f"{series}: {', '.join(parts)}"
+    values = ", ".join(parts)
+    return f"{series}: {values}" if series else values
 
 
 # Matplotlib's SVG file as an element of a page
@@ -204,7 +205,7 @@ def sparkline(about: str, columns: Sequence[str], points: Sequence[tuple[float, 
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     circles = []
     for (x, y), point in list(zip(places, points, strict=True))[::every]:
-        circles.append(spot(x, y, spot_text(columns, [about, *point])))
+        circles.append(spot(x, y, spot_text(columns, ["", *point])))
     last_x, last_y = places[-1]
     values = f"{number(points[0][1])} to {number(points[-1][1])}"
     return Markup(

@@ -48,11 +48,22 @@ def test_pairs_are_of_prompts_that_both_policies_answered_in_one_mode() -> None:
     assert response_pairs(rows[:4]) == [] and figures.lengths([]) is None
 
 
+def test_a_pair_needs_a_score_of_both_answers_by_the_judge_that_decides() -> None:
+    rows = answers(6)
+    rows[0]["scores"] = {}
+    rows[7]["scores"] = {"gold": None, "reward": 1.0}
+    found = read_answers(rows)
+    assert found.judge == "gold" and [pair.index for pair in found.pairs] == [5, 4, 3, 2]
+    unscored = read_answers([row | {"scores": {}} for row in rows])
+    assert unscored.judge is None and unscored.groups == [] and len(unscored.contents()["prompts"]) == 6
+
+
 def test_every_row_is_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With texts that are safe to show, its scores by judge, and the policies in the order of training."""
     run = write_run(tmp_path / "run")
     monkeypatch.setenv("MY_API_KEY", "do-not-show-me")
     rows = answers(60)
+    del rows[0]["kl"], rows[119]["kl"]  # as near-greedy answers
     rows[0]["response"] = "do-not-show-me\u202e</template><script>"
     rows = [row | {"columns": {"topic": "sea", "answer": 7}} for row in rows]
     snapshot = [row | {"model": "ppo_step_000010"} for row in rows[60:]]
@@ -72,7 +83,7 @@ def test_every_row_is_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     first, last = data["prompts"][0], data["prompts"][-1]
     assert first["columns"] == {"topic": "sea", "answer": "7"}
     assert first["answers"][0]["text"] == "[secret][U+202E]</template><script>"
-    assert last["answers"][3]["scores"] == [None, 0.12346] and first["answers"][3] is None
+    assert last["answers"][3]["scores"] == [None, 0.123456] and first["answers"][3] is None
     assert html.count('<article class="pair">') == 2 * SHOWN + 1, "and the form of the script"
     assert '<select data-column="topic">' in html and "<option>sea</option>" in html
 
@@ -93,7 +104,7 @@ def test_token_values_are_safe_to_show() -> None:
     rows = answers(1)
     rows[1]["tokens"] = {"text": ["\u202e", "a"], "kl": [0.1234567, -1]}
     (prompt,) = read_answers(rows).contents()["prompts"]
-    assert prompt["answers"][1]["tokens"] == {"text": ["[U+202E]", "a"], "kl": [0.12346, -1.0]}
+    assert prompt["answers"][1]["tokens"] == {"text": ["[U+202E]", "a"], "kl": [0.1234567, -1.0]}
 
 
 def test_equal_contents_are_packed_to_equal_text() -> None:

@@ -13,6 +13,7 @@ from browser import WIDTHS, faults, opened, picture
 from report_run import answers, draws, report, with_limit, write_run
 
 from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.report import compare
 from rlhf_cli.report import page as report_page
 from rlhf_cli.runs.read import read_run
 
@@ -106,8 +107,47 @@ def test_it_is_whole_without_scripts(known: str, chromium: Any) -> None:
         assert page.locator(".verdict").inner_text().startswith("Better, and worth its KL.")
         assert page.locator(".key-figure svg").count() == 3 and page.locator("svg.figure").count() > 20
         assert page.locator("#pairs .pair").count() == 50
-        assert page.locator("#pairs h3#losses ~ .pair h3").first.inner_text() == "Prompt 0 gold \N{MINUS SIGN}4"
+        assert page.locator("#pairs h3#loss ~ .pair h3").first.inner_text() == "Prompt 0 gold \N{MINUS SIGN}4"
         assert page.get_by_role("searchbox").count() == 0 and page.get_by_role("button").count() == 0
+
+
+HOSTILE = "</script></template><script>seen = 1</script><img src=x onerror='seen = 1'>\u202e"
+
+
+def test_texts_of_models_are_never_run(tmp_path: Path, chromium: Any) -> None:
+    """Nor do they leave their place: answers, prompts, columns and tokens are shown as they are."""
+    run = write_run(tmp_path / "run")
+    found = answers(3, prompt=HOSTILE, response=HOSTILE)
+    for row in found:
+        row["columns"] = {HOSTILE: HOSTILE}
+        row["tokens"] = {"text": [HOSTILE], "kl": [1.0]}
+    write_jsonl(run / "eval/samples.jsonl", found)
+    (run / "eval/report.html").write_text(report_page.of_run(read_run(run)), encoding="utf-8")
+    with opened(chromium, (run / "eval/report.html").as_uri(), "1400-light") as page:
+        page.wait_for_selector("#found:not(:empty)")
+        page.get_by_text("PPO, token by token").first.click()
+        page.get_by_label("mark words").uncheck()
+        shown = HOSTILE.replace("\u202e", "[U+202E]")
+        for part in (".pair .prompt", ".pair .answer", "#tools option:last-child"):
+            assert shown in page.locator(part).all_inner_texts(), part
+        assert page.evaluate("typeof seen") == "undefined" and page.locator("main img, main script").count() == 0
+
+
+def test_a_comparison_shows_the_answers_of_both_runs(tmp_path: Path, chromium: Any) -> None:
+    runs = []
+    for name in ("a", "b"):
+        run = write_run(tmp_path / name)
+        shown = [row | {"response": f"{row['response']} in {name}"} for row in answers(60)]
+        write_jsonl(run / "eval/samples.jsonl", shown)
+        runs.append(read_run(run))
+    (tmp_path / "report.html").write_text(compare.of_runs(runs), encoding="utf-8")
+    with opened(chromium, (tmp_path / "report.html").as_uri(), "390-dark") as page:
+        page.wait_for_selector("#found:not(:empty)")
+        picture(page, "comparison-390-dark", whole=True)
+        pair = page.locator(".pair").first
+        assert pair.locator("h4 .policy").all_inner_texts() == ["a", "b"] and pair.locator("details").count() == 0
+        assert pair.locator("del").all_inner_texts() == ["a"] and pair.locator("ins").all_inner_texts() == ["b"]
+        assert faults(page) == []
 
 
 def test_the_largest_loss_is_one_click_away(opened_page: "Page") -> None:
@@ -141,7 +181,7 @@ def test_answers_are_sorted(opened_page: "Page", order: str, title: str) -> None
 def test_all_rows_can_be_reached(opened_page: "Page") -> None:
     """Fifty at a time; and with another policy, and along the training, those of the others."""
     gains = [float(index - 4) for index in reversed(range(N))]
-    assert opened_page.evaluate(GAINS) == gains[:50] and found(opened_page) == f"50 of {N} shown; {N} prompts in all"
+    assert opened_page.evaluate(GAINS) == gains[:50] and found(opened_page) == f"50 of {N} prompts shown"
     more = opened_page.get_by_role("button", name="Show 50 more")
     more.click()
     more.click()
@@ -150,7 +190,7 @@ def test_all_rows_can_be_reached(opened_page: "Page") -> None:
     pair.get_by_text("All 3 answers to this prompt").click()
     names = [each.split(" gold")[0] for each in pair.locator("details h4").all_inner_texts()]
     assert names == ["SFT", "PPO, update 10", "PPO"]
-    opened_page.get_by_label("Right").select_option("PPO, update 10")
+    opened_page.get_by_label("Compare with").select_option("PPO, update 10")
     assert "the ppo answer" in opened_page.locator(".pair .answer").nth(1).inner_text()
     assert "PPO, update 10" in opened_page.locator(".pair h4").nth(1).inner_text()
 
@@ -159,14 +199,14 @@ def test_answers_are_filtered_and_found(opened_page: "Page") -> None:
     outcome, topic = opened_page.get_by_label("Outcome"), opened_page.get_by_label("topic")
     for choice, count in (("wins", N - 5), ("losses", 4), ("ties", 1), ("cut off", 1), ("judges disagree", 13)):
         outcome.select_option(choice)
-        assert f" of {count} shown" in found(opened_page), choice
+        assert f" of {count} prompts" in found(opened_page), choice
     outcome.select_option("all")
     topic.select_option("sea")
-    assert f" of {N // 2} shown" in found(opened_page)
+    assert f" of {N // 2} prompts" in found(opened_page)
     opened_page.get_by_role("searchbox", name="Find").fill("ppo answer 99 ENDS")
-    assert first(opened_page) == "Prompt 99 gold +95" and found(opened_page).startswith("1 of 1 shown")
+    assert first(opened_page) == "Prompt 99 gold +95" and found(opened_page).startswith("1 of 1 prompts")
     topic.select_option("sky")
-    assert found(opened_page).startswith("0 of 0 shown")
+    assert found(opened_page) == "No prompt is left: change the filters."
     topic.select_option("all")
     opened_page.locator("#judge").select_option("reward")
     assert first(opened_page) == "Prompt 99 reward +47.5"
@@ -193,7 +233,7 @@ def test_tokens_of_the_largest_losses_are_shaded_by_their_kl(opened_page: "Page"
 def test_values_show_under_the_pointer_and_by_the_arrow_keys(opened_page: "Page") -> None:
     figure = opened_page.locator(".key-figure").first
     figure.locator("svg").hover(position={"x": 5, "y": 15})
-    assert figure.locator(".readout").inner_text() == "Win rate: update 0, win rate 0.5"
+    assert figure.locator(".readout").inner_text() == "update 0, win rate 0.5"
     svg = opened_page.locator("#far figure svg").first
     svg.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):

@@ -8,7 +8,7 @@ import pytest
 from report_run import report, win, with_limit, words, write_report, write_run
 
 from rlhf_cli.report import diagnosis, headline
-from rlhf_cli.runs.read import read_run
+from rlhf_cli.runs.read import at_step, read_run
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_the_verdict_follows_the_intervals(run: Path) -> None:
 
 def test_the_overhead_is_told_where_it_is_known(run: Path) -> None:
     evaluation = with_limit(report())
-    assert "eval.limit estimates it" in words(run)
+    assert "overhead unknown without eval.limit" in words(run)
     for known, text in (
         ({"overhead": 2.5}, "at a KL of 12.3 nats, 2.5 times what its reward needs"),
         ({"overhead_at_least": 3.0, "needed_kl_at_most": 4.0}, "at least 3 times what its reward needs"),
@@ -73,13 +73,23 @@ def test_the_overhead_is_told_where_it_is_known(run: Path) -> None:
         del policies["ppo"][next(iter(known))]
 
 
+def test_the_page_names_the_snapshot_that_is_better_than_the_last_one(run: Path) -> None:
+    assert headline.better_snapshot(read_run(run)) == "", "the last one, 20, is within noise of it"
+    evaluation = report()
+    evaluation["selected"]["within_noise"] = []
+    assert "Update 10 is the policy to take, not update 20: the highest mean of gold" in words(
+        write_report(run, evaluation)
+    )
+    assert headline.better_snapshot(at_step(read_run(run), "selected")) == ""
+
+
 def test_the_large_figures(run: Path) -> None:
     win_rate, kl, length = headline.key_figures(read_run(run))
-    assert (win_rate.value, kl.value, length.value) == ("63 %", "12.3 nats", "21.5 tokens")
+    assert (win_rate.value, kl.value, kl.unit, length.value, length.unit) == ("63 %", "12.3", "nats", "21.5", "tokens")
     assert win_rate.notes[:2] == ["95 % interval [57, 69]", "at equal length 61 % [55, 67]"]
-    assert kl.notes[-1] == "SFT's best of 4: at most 0.64" and length.notes[-1] == "97 % of them end, 97 % of SFT's"
-    assert kl.spark and kl.over == "SFT to update 20, 3 snapshots"
+    assert kl.notes[-1] == "SFT's best of 4 pays at most 0.64" and length.notes[-1] == "97 % of them end, 97 % of SFT's"
+    assert kl.spark and kl.over == "3 snapshots, from SFT's 0"
     assert all(f"update {step}, KL {kl}" in kl_text for step, kl, kl_text in [(5, 1.5, kl.spark), (20, 9.75, kl.spark)])
     shutil.rmtree(run / "eval")
     score, kl, _ = headline.key_figures(read_run(run))
-    assert score.title == "Reward score in training" and score.value == "1.7" and kl.value == "3.4 nats"
+    assert score.title == "Reward score in training" and score.value == "1.7" and (kl.value, kl.unit) == ("3.4", "nats")

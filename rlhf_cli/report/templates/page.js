@@ -182,7 +182,7 @@ function showAnswers(data) {
     pairs.append(...next.map((row) => drawPair(row, options, data)));
     drawn += next.length;
     byId("more").hidden = drawn === rows.length;
-    byId("found").textContent = `${drawn} of ${rows.length} shown; ${data.prompts.length} prompts in all`;
+    byId("found").textContent = rows.length ? `${drawn} of ${rows.length} prompts shown` : "No prompt is left: change the filters.";
     all("#tools [data-order]").forEach((button) => button.setAttribute("aria-pressed", button.dataset.order === order));
   }
 
@@ -227,7 +227,7 @@ function drawPair(row, { judges, judge, names, marked }, data) {
     all(".answer", pair)[side].append(...parts[side].map(([words, tag]) => (tag ? element(tag, words) : words)));
   });
   if (second.tokens) pair.append(tokenView(second.tokens, names[1]));
-  pair.append(course(prompt, data));
+  if (prompt.answers.filter(Boolean).length > 2) pair.append(course(prompt, data));
   return pair;
 }
 
@@ -253,7 +253,7 @@ function folded(title, draw) {
 /** The answers of all policies to one prompt: SFT, the snapshots in their order, PPO, then the others. */
 function course(prompt, data) {
   const given = prompt.answers.map((answer, place) => [answer, data.policies[place]]).filter(([answer]) => answer);
-  return folded(`All ${given.length} answers to this prompt, along the training`, () =>
+  return folded(`All ${given.length} answers to this prompt`, () =>
     given.flatMap(([answer, name]) => {
       const title = element("h4", `${name} `);
       title.append(Object.assign(element("span", factsOf(answer, data.judges)), { className: "muted" }));
@@ -313,8 +313,7 @@ function differences(left, right) {
 
 all("[data-search]").forEach(searchTable);
 all("svg.figure").forEach(showValues);
-const data = byId("data") ? readData() : Promise.resolve({ figures: {} });
-data.then((found) => {
+readData().then((found) => {
   all("[data-figure]").forEach((figure) => addFigureTools(figure, found.figures[figure.dataset.figure]));
   if (byId("pair-form")) showAnswers(found);
 });
