@@ -81,8 +81,7 @@ def init(
         text = f"{'--labels' if labels else target} belongs to `rlhf init next RUN DIR`"
         raise RLHFError("C11", text, hint="remove it")
     if list_:
-        rows = [[name, each.description] for name, each in presets.PRESETS.items()]
-        terminal.table(["preset", "what it is"], rows)
+        presets.print_list()
         return
 
     if preset is None or (folder is None and preset not in presets.PRESETS):

@@ -122,6 +122,10 @@ def test_the_run_of_a_seed_has_the_configs_of_all(started: list[list[str]]) -> N
     assert status.exit_code == 0 and status.stdout.count(" finished ") == 3
     assert "next: rlhf run study --seeds 1 runs ppo (stale: ppo.kl_coef 0.1 -> 0.05)" in status.stdout
     assert "next: nothing" in rlhf("status", "study/seeds/1", "-s", "ppo.kl_coef=0.1").stdout
-    assert is_one_error(rlhf("run", "study/seeds/1"), "C09", "is the run of a seed\nhint: rlhf run study --seeds 1")
+    assert is_one_error(rlhf("run", "study/seeds/1"), "C09", "those of study\nhint: rlhf run study --seeds 1")
+    assert rlhf("check").stderr.startswith("study is the only run here\n"), "the seeds have no configs of their own"
+    for command in ("report", "chat"):
+        assert is_one_error(rlhf(command, "study"), "M01", "hint: name the run of a seed: study/seeds/0")
     assert "seeds    0, 1 in study/seeds\n" in rlhf("status", "study").stdout
+    assert "next: rlhf run study --seeds 0,1 for its seeds; rlhf run study runs sft" in rlhf("status", "study").stdout
     assert "2 seeds" in rlhf("ls", ".").stdout and "never run" not in rlhf("ls", ".").stdout

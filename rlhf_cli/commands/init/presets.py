@@ -52,6 +52,13 @@ _TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encod
 PRESETS = {name: _preset(table) for name, table in _TABLES.items()}
 
 
+def print_list() -> None:
+    """Print the presets: their names with --quiet."""
+    descriptions = {name: preset.description for name, preset in PRESETS.items()}
+    terminal.table(["preset", "what it is"], [[name, text] for name, text in descriptions.items()])
+    terminal.conclude("\n".join(PRESETS), {"presets": descriptions})
+
+
 def init(
     name: str,
     folder: Path,
