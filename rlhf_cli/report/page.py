@@ -133,6 +133,7 @@ def _report_card(run: Run) -> dict[str, Any]:
     values: dict[str, Any] = {
         "card": None,
         "card_figures": [],
+        "kept_step": "",
         "card_limits": {**FIXED_LIMITS, "ece": MAX_ECE, "probe": MIN_PROBE_LIMIT},
         "accuracy": (run.report.no_reward_card if run.report else None) or "There is no report card yet.",
     }
