@@ -26,6 +26,7 @@ STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "ver
 COMMAND_WIDTH = 7  # characters, so that all groups of --help share one column
 MAX_LISTED_RUNS = 5
 FILE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.DISK_FULL
+STOPPED = "stopped by a signal"
 REPORT_WAIT_S = 5.0  # for another process to report its error
 
 
@@ -99,8 +100,8 @@ class CommandGroup(TyperGroup):
             _set_sigterm_handler(previous_handler)
             if locks := sys.modules.get("rlhf_cli.runs.locks"):
                 locks.release()
-        if code in (129, 130, 143):
-            terminal.error("stopped by a signal")
+        if code in (129, 130, 143) and terminal.is_first_time(STOPPED):  # a child process may have said so
+            terminal.error(STOPPED)
         sys.exit(code)
 
 

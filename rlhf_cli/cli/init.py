@@ -84,8 +84,9 @@ def init(
         presets.print_list()
         return
 
-    if preset is None or (folder is None and preset not in presets.PRESETS):
+    if preset is None:
         raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")
+    presets.require_known(preset)
     if folder is None:
         is_own = preset == "preferences"
         example = "preferences --data pairs.jsonl --base MODEL runs/mine" if is_own else f"{preset} runs/{preset}"
@@ -110,7 +111,7 @@ def init(
         )
         preferences.init(folder, options)
         return
-    if preset in presets.PRESETS and used:
+    if used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")
     presets.init(preset, folder, seed=seed, adapters=adapters, gpu=gpu, baselines=baselines)
 

@@ -15,6 +15,7 @@ from rlhf_cli.pipeline.headline import LOG, headline
 from rlhf_cli.pipeline.load import run_command
 from rlhf_cli.pipeline.run import RunOutcome
 from rlhf_cli.pipeline.status import NextAction, find_runs, read_run_and_next
+from rlhf_cli.report.formats import count
 from rlhf_cli.report.show import brief
 from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, SEEDS_FOLDER, find_run_folders, seeds_in
 from rlhf_cli.runs.read import Run, Stage
@@ -126,7 +127,7 @@ def _run_row(run: Run) -> list[str]:
         stages.append(name if stage.condition == "finished" else f"{name} ({_state_text(stage)})")
     return [
         shown(run.folder),
-        ", ".join(stages) or f"{len(seeds_in(run.folder))} seeds",
+        ", ".join(stages) or count(len(seeds_in(run.folder)), "seed"),
         _last_result(run),
         ago(time.time() - run.changed),
         system.format_bytes(system.folder_bytes(run.folder)),

@@ -81,9 +81,10 @@ def run_seeds(folder: Path, seeds: Sequence[int], overrides: Sequence[str], opti
         is_checked = any(outcome.ran for outcome in outcomes.values())
         outcomes[seed] = run_folder(folder, overrides, options, seed=seed, checked=is_checked, **selection)
         if outcomes[seed].code and not outcomes[seed].unmet:
-            left = len(seeds) - len(outcomes)
+            left = [str(each) for each in seeds if each not in outcomes]
+            not_run = f"; not run: {', '.join(left)}" if left else ""
             text = f"seed {seed:<3} ended with exit code {outcomes[seed].code}"
-            terminal.error(f"{text}; {left} more were not run; the same command resumes")
+            terminal.error(f"{text}{not_run}; the same command resumes")
             break
 
     code = next((outcome.code for outcome in outcomes.values() if outcome.code), 0)

@@ -59,6 +59,13 @@ def print_list() -> None:
     terminal.conclude("\n".join(PRESETS), {"presets": descriptions})
 
 
+def require_known(name: str) -> None:
+    """Raise RLHFError C07 for a name that is no preset's."""
+    if name not in PRESETS:
+        hint = did_you_mean(name, PRESETS) or "rlhf init --list"
+        raise RLHFError("C07", f"no preset {name!r}; there are {', '.join(PRESETS)}", hint=hint)
+
+
 def init(
     name: str,
     folder: Path,
@@ -72,13 +79,10 @@ def init(
 
     A preset with a large base model is changed if it does not fit `gpu` (None: the one that is here), with `adapters`.
     With `baselines` there are dpo.yaml and best_of/sft.yaml, too. Configs and data are written completely or not at
-    all; identical files are kept, so the command can be repeated. Raises RLHFError C07 for an unknown preset or GPU,
-    C11 for options without an effect, C15 if the folder holds different files of the same names, E03 if nothing fits.
-    Exits with the code of the base model's run if that fails.
+    all; identical files are kept, so the command can be repeated. Raises RLHFError C07 for an unknown GPU, C11 for
+    options without an effect, C15 if the folder holds different files of the same names, E03 if nothing fits. Exits
+    with the code of the base model's run if that fails.
     """
-    if name not in PRESETS:
-        hint = did_you_mean(name, PRESETS) or "rlhf init --list"
-        raise RLHFError("C07", f"no preset {name!r}; there are {', '.join(PRESETS)}", hint=hint)
     preset = PRESETS[name]
     if (adapters or gpu) and not preset.base_config:
         text = f"--{'adapters' if adapters else 'gpu'} belongs to presets of a large model, and {name} has none"
