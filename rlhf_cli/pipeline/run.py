@@ -63,11 +63,11 @@ def run_folder(
     """
     files = select_stages(find_configs(folder), folder, only=only, start=start, force=force)
     routed = route_overrides(overrides, list(files))
-    check = children.check_command(folder, overrides, options)
     if seed is not None:
         run = seed_folder(folder, seed)
         add_seed(routed, run, seed)
-        check = children.check_command(folder, [*overrides, f"*.run={json.dumps(str(run))}"], options)
+        overrides = [*overrides, f"*.run={json.dumps(str(run))}"]
+    check = children.check_command(folder, overrides, options)
     is_selection = bool(only or start)  # selected stages check themselves
     try:
         configs = load_all(files, routed)
