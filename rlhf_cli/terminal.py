@@ -54,7 +54,13 @@ def share_seen_messages() -> Iterator[None]:
         try:
             yield
         finally:
-            os.environ.pop(SEEN_FILE_VARIABLE)
+            _recall(os.environ.pop(SEEN_FILE_VARIABLE))
+
+
+def _recall(file: str) -> None:
+    """Add the messages that other processes of the command printed."""
+    with suppress(OSError):  # no message yet
+        _seen.update(Path(file).read_text(encoding="ascii").split())
 
 
 def is_first_time(text: str) -> bool:
@@ -63,9 +69,8 @@ def is_first_time(text: str) -> bool:
         return False
     line = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
     file = os.environ.get(SEEN_FILE_VARIABLE)
-    with suppress(OSError):  # no message yet
-        if file:  # of the messages that earlier processes of the command printed
-            _seen.update(Path(file).read_text(encoding="ascii").split())
+    if file:
+        _recall(file)
     if line in _seen:
         return False
     _seen.add(line)

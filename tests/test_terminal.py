@@ -221,6 +221,8 @@ def test_a_message_of_one_process_is_not_repeated_by_another(
         assert terminal.is_first_time("ours") and not terminal.is_first_time("ours")
         assert printed("from rlhf_cli import terminal; assert not terminal.is_first_time('ours')") == ""
         assert not terminal.is_first_time(LINE.partition("\n")[0])
+        assert printed("from rlhf_cli import terminal; assert terminal.is_first_time('the last of a child')") == ""
+    assert not terminal.is_first_time("the last of a child"), "also behind the context"
     assert printed() == LINE, "another command"
     with terminal.share_seen_messages():
         monkeypatch.setenv(terminal.SEEN_FILE_VARIABLE, "/nowhere/seen")

@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from rlhf_cli import system
-from rlhf_cli.cli.errors import only_run
 from rlhf_cli.cli.options import (
     AsJson,
     Debug,
@@ -17,7 +16,7 @@ from rlhf_cli.cli.options import (
     TrustRemoteCode,
     Verbose,
     flag,
-    overrides_of,
+    path_and_overrides,
 )
 
 
@@ -42,8 +41,7 @@ def check(
     from rlhf_cli.pipeline.check import check_configs
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
-    overrides = overrides_of(set_, assignments)
-    place = path or only_run()
+    place, overrides = path_and_overrides(path, set_, assignments)
     with system.translate_resource_errors(place):
         code = check_configs(place, overrides, options, deep=deep, as_json=as_json, quiet=quiet or before_run)
     raise typer.Exit(code)

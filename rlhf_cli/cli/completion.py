@@ -6,7 +6,7 @@ An empty result lets the shell offer files.
 
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rlhf_cli.runs import layout
 # Search limits below the typed folder.
 MAX_DEPTH = 3
 MAX_FOLDERS = 500
+BREAKS = ("=", ":")  # where bash splits words
 
 
 def ignore_errors(complete: Callable[..., list[str]] | None) -> Callable[..., list[str]] | None:
@@ -122,11 +123,23 @@ def keys_and_codes(incomplete: str) -> list[str]:
 
 
 def assignments(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return KEY= of the configs that the command reads, a section at a time, then values that can be listed."""
-    keys = values_by_key(_stages_of(ctx))
-    if bash_key := _key_before_equals_sign():
-        return keys.get(bash_key, [])
-    key, sign, _ = incomplete.partition("=")
+    """Return KEY= of the configs that the command reads, a section at a time, then values that can be listed.
+
+    `STAGE:KEY=` is a key of that stage, where the command reads several.
+    """
+    word = _whole_word(incomplete)
+    typed_before = word.removesuffix(incomplete.removeprefix(":"))  # the shell does not replace it
+    return [each.removeprefix(typed_before) for each in _assignments(_stages_of(ctx), word) if each != typed_before]
+
+
+def _assignments(stages: Sequence[str], word: str) -> list[str]:
+    """Return what a word can become, as whole words."""
+    stage, colon, rest = word.partition(":")
+    if colon and stage in stages:
+        return [f"{stage}:{each}" for each in _assignments([stage], rest)]
+
+    keys = values_by_key(stages)
+    key, sign, _ = word.partition("=")
     names = [key] if sign else _next_parts(keys, key)
     if len(names) > 1:
         return [name if name.endswith(".") else f"{name}=" for name in names]
@@ -144,14 +157,16 @@ def words(ctx: typer.Context, incomplete: str) -> list[str]:
     return files + assignments(ctx, incomplete)
 
 
-def _key_before_equals_sign() -> str | None:
-    """Return the key if the word to complete is its value: bash splits words at `=`."""
-    words = os.environ.get("COMP_WORDS", "").split("\n")
-    index = int(os.environ.get("COMP_CWORD", "0"))
-    typed = words[: index + 1]
-    if typed[-1:] == ["="]:
-        return typed[-2]
-    return typed[-3] if typed[-2:-1] == ["="] else None
+def _whole_word(incomplete: str) -> str:
+    """Return the word to complete with what stands before it: bash splits words at `=` and `:`."""
+    if "COMP_WORDS" not in os.environ:
+        return incomplete
+    last = int(os.environ["COMP_CWORD"])
+    parts = os.environ["COMP_WORDS"].split("\n")[: last + 1]
+    word = parts.pop()
+    while parts and (parts[-1] in BREAKS or word.startswith(BREAKS)):
+        word = parts.pop() + word
+    return word
 
 
 def _stages_of(ctx: typer.Context) -> list[str]:

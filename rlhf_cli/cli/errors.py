@@ -18,13 +18,15 @@ from typer.core import TyperGroup
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.config.machinery.aliases import COMMANDS
 from rlhf_cli.errors import NOT_FOUND, RLHFError, closest_match, read_error, shell_word, shown
-from rlhf_cli.runs.layout import STAGES
+from rlhf_cli.runs.layout import STAGES, seed_of
 
 RUN_ARGUMENTS = ("folder", "folders", "path")  # names of the arguments that take a run
+READ_CONFIGS = {"run", "check", "plan", "status"}
 STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay", "serve"}  # no files
 COMMAND_WIDTH = 7  # characters, so that all groups of --help share one column
 MAX_LISTED_RUNS = 5
 FILE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.DISK_FULL
+STOPPED = "stopped by a signal"
 REPORT_WAIT_S = 5.0  # for another process to report its error
 
 
@@ -32,15 +34,24 @@ class RunNotGiven(Exception):
     """A command needs a run, and the command line names none."""
 
 
-def only_run() -> Path:
-    """Return the only run here and print its name. Raises RunNotGiven if there are none or several."""
-    from rlhf_cli.commands import status
+def only_run(*, has_configs: bool = False) -> Path:
+    """Return the only run here, or the only one with configs, and print its name.
 
-    folders = status.runs_here()
+    Raises RunNotGiven if there are none or several.
+    """
+    folders = _runs_here(has_configs=has_configs)
     if len(folders) != 1:
         raise RunNotGiven
     terminal.say(f"{folders[0]} is the only run here" if folders[0] != "." else "this folder is a run")
     return Path(folders[0])
+
+
+def _runs_here(*, has_configs: bool) -> list[str]:
+    """Return the runs here; with `has_configs` without those of a seed, which have no configs of their own."""
+    from rlhf_cli.commands import status
+
+    folders = status.runs_here()
+    return [folder for folder in folders if not seed_of(Path(folder))] if has_configs else folders
 
 
 class CommandGroup(TyperGroup):
@@ -89,8 +100,8 @@ class CommandGroup(TyperGroup):
             _set_sigterm_handler(previous_handler)
             if locks := sys.modules.get("rlhf_cli.runs.locks"):
                 locks.release()
-        if code in (129, 130, 143):
-            terminal.error("stopped by a signal")
+        if code in (129, 130, 143) and terminal.is_first_time(STOPPED):  # a child process may have said so
+            terminal.error(STOPPED)
         sys.exit(code)
 
 
@@ -153,10 +164,8 @@ def _translate_file_error(error: OSError) -> RLHFError | None:
 
 def _run_not_given_error(arguments: Sequence[str]) -> RLHFError:
     """Return an error that lists the runs here."""
-    from rlhf_cli.commands import status
-
-    folders = status.runs_here()
     command, *options = arguments
+    folders = _runs_here(has_configs=command in READ_CONFIGS)
     question = f"rlhf {command}: which run?"
     if not folders:
         return RLHFError("C11", f"{question} There is none here", hint="rlhf init demo runs/demo makes one")

@@ -81,12 +81,12 @@ def init(
         text = f"{'--labels' if labels else target} belongs to `rlhf init next RUN DIR`"
         raise RLHFError("C11", text, hint="remove it")
     if list_:
-        rows = [[name, each.description] for name, each in presets.PRESETS.items()]
-        terminal.table(["preset", "what it is"], rows)
+        presets.print_list()
         return
 
-    if preset is None or (folder is None and preset not in presets.PRESETS):
+    if preset is None:
         raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")
+    presets.require_known(preset)
     if folder is None:
         is_own = preset == "preferences"
         example = "preferences --data pairs.jsonl --base MODEL runs/mine" if is_own else f"{preset} runs/{preset}"
@@ -111,7 +111,7 @@ def init(
         )
         preferences.init(folder, options)
         return
-    if preset in presets.PRESETS and used:
+    if used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")
     presets.init(preset, folder, seed=seed, adapters=adapters, gpu=gpu, baselines=baselines)
 

@@ -1,6 +1,7 @@
 """Options shared by several commands, and the stages with their summaries."""
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import typer
 from rlhf_cli import terminal
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.completion import ignore_errors
+from rlhf_cli.cli.errors import only_run
 from rlhf_cli.distributed import NPROC_VARIABLE
 
 STAGE_SUMMARIES = {
@@ -60,6 +62,26 @@ def tracker_overrides(report_to: str | None, *, prefix: str = "") -> list[str]:
     return [f"{prefix}output.report_to=[{report_to}]"] if report_to is not None else []
 
 
+def is_assignment(word: str) -> bool:
+    """Return True for KEY=VALUE where a path may stand."""
+    return "=" in word and not os.path.exists(word)
+
+
+def path_and_overrides(
+    path: str | None, set_: list[str] | None, assignments: list[str] | None
+) -> tuple[Path, list[str]]:
+    """Return the path on the command line, or the only run here, and the overrides.
+
+    A KEY=VALUE in the place of the path is an override. Raises RunNotGiven.
+    """
+    overrides = overrides_of(set_, assignments)
+    if path is None:
+        return only_run(has_configs=True), overrides
+    if is_assignment(path):
+        return only_run(has_configs=True), overrides_of(set_, [path, *(assignments or [])])
+    return Path(path), overrides
+
+
 def overrides_of(set_: list[str] | None, assignments: list[str] | None) -> list[str]:
     """Return the overrides of --set, then those at the end of the command line."""
     return [*(set_ or []), *(assignments or [])]
@@ -68,7 +90,7 @@ def overrides_of(set_: list[str] | None, assignments: list[str] | None) -> list[
 ConfigFile = Annotated[Path | None, option("--config -c", "FILE", "YAML file of the stage.", completion.config)]
 ONLY_RUN = "Default: the only run here."
 FileOrFolder = Annotated[
-    Path | None,
+    str | None,
     argument("FILE|DIR", f"YAML file of a stage, or run folder. {ONLY_RUN}", completion.runs_and_configs),
 ]
 Set = Annotated[

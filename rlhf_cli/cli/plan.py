@@ -2,17 +2,18 @@
 
 from typing import Annotated
 
-from rlhf_cli.cli.errors import only_run
 from rlhf_cli.cli.options import (
     AsJson,
     Debug,
     FileOrFolder,
+    Quiet,
     Set,
     Trailing,
     TrustRemoteCode,
+    Verbose,
     heavy_imports,
     option,
-    overrides_of,
+    path_and_overrides,
 )
 
 MODE_TEXT = "Compare another mode: full, lora or qlora. Default: the adapters of each config."
@@ -38,6 +39,8 @@ def plan(
     machines: Annotated[int, option("--machines", "N", "Their number of machines, for ppo.fsdp: hybrid.", min=1)] = 1,
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Estimate memory and time of each stage without loading weights.
@@ -46,9 +49,10 @@ def plan(
     """
     from rlhf_cli.config.base import Options
 
+    place, overrides = path_and_overrides(path, set_, assignments)
     with heavy_imports():
         from rlhf_cli.commands.plan.run import PlanOptions, print_plan
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     choices = PlanOptions(mode=mode, prompt=prompt, flops=flops, gpu=gpu, processes=nproc, machines=machines)
-    print_plan(path or only_run(), overrides_of(set_, assignments), options, choices, as_json=as_json)
+    print_plan(place, overrides, options, choices, as_json=as_json)

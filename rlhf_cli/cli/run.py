@@ -7,6 +7,7 @@ import typer
 
 from rlhf_cli import distributed, terminal
 from rlhf_cli.cli import completion
+from rlhf_cli.cli.errors import RunNotGiven
 from rlhf_cli.cli.options import (
     Debug,
     JsonAtEnd,
@@ -19,6 +20,7 @@ from rlhf_cli.cli.options import (
     Verbose,
     argument,
     flag,
+    is_assignment,
     option,
     overrides_of,
     tracker_overrides,
@@ -59,6 +61,8 @@ def run(
     from rlhf_cli.config.base import Options
     from rlhf_cli.pipeline.run import run_folder
 
+    if is_assignment(str(folder)):
+        raise RunNotGiven
     distributed.require_single_process("run")
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
     with terminal.share_seen_messages():
@@ -71,4 +75,6 @@ def run(
         outcome = run_folder(folder, overrides, options, **selection)
     if not dry_run:
         status.conclude_run(folder, overrides, outcome)
+    elif as_json:
+        terminal.print_json(outcome.planned_json(folder))
     raise typer.Exit(outcome.code)

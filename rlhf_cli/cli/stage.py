@@ -23,6 +23,7 @@ from rlhf_cli.cli.options import (
     config_of,
     flag,
     heavy_imports,
+    is_assignment,
     overrides_of,
     tracker_overrides,
 )
@@ -115,7 +116,7 @@ def _config_file(stage: str, config: Path | None, words: list[str]) -> tuple[Pat
             hint = f"omit one of them: rlhf {stage} {shell_path(Path(words[0]))}"
             raise RLHFError("C11", f"--config {shown(config)} and {words[0]} name a config each", hint=hint)
         return config, words
-    if not words or ("=" in words[0] and not os.path.exists(words[0])):
+    if not words or is_assignment(words[0]):
         raise RLHFError("C11", "no FILE or RUN is given", hint=f"rlhf {stage} RUN, or rlhf {stage} --config FILE")
 
     path = Path(words[0])

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.errors import only_run
-from rlhf_cli.cli.options import AsJson, Debug, Set, Trailing, argument, overrides_of
+from rlhf_cli.cli.options import ONLY_RUN, AsJson, Debug, Set, Trailing, argument, path_and_overrides
 
 SEARCHED_TEXT = "Folders to search. Default: ./runs if it exists, else the working directory."
 
@@ -22,7 +21,7 @@ def ls(
 
 
 def status(
-    folder: Annotated[Path | None, argument("RUN", "Run folder. Default: the only run here.", completion.runs)] = None,
+    folder: Annotated[str | None, argument("RUN", f"Run folder. {ONLY_RUN}", completion.runs)] = None,
     assignments: Trailing = None,
     set_: Set = None,
     as_json: AsJson = False,
@@ -31,4 +30,5 @@ def status(
     """Show the progress and results of each stage, and what comes next."""
     from rlhf_cli.commands import status
 
-    status.show(folder or only_run(), overrides_of(set_, assignments), as_json=as_json)
+    place, overrides = path_and_overrides(folder, set_, assignments)
+    status.show(place, overrides, as_json=as_json)

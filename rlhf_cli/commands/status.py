@@ -10,11 +10,12 @@ from typing import Any
 from rlhf_cli import system, terminal
 from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.evaluation.report_text import LAST_UPDATE, TRAINING, format_reward
-from rlhf_cli.pipeline.decide import StageDecision
+from rlhf_cli.pipeline.decide import StageDecision, steps_json
 from rlhf_cli.pipeline.headline import LOG, headline
 from rlhf_cli.pipeline.load import run_command
 from rlhf_cli.pipeline.run import RunOutcome
 from rlhf_cli.pipeline.status import NextAction, find_runs, read_run_and_next
+from rlhf_cli.report.formats import count
 from rlhf_cli.report.show import brief
 from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, SEEDS_FOLDER, find_run_folders, seeds_in
 from rlhf_cli.runs.read import Run, Stage
@@ -126,7 +127,7 @@ def _run_row(run: Run) -> list[str]:
         stages.append(name if stage.condition == "finished" else f"{name} ({_state_text(stage)})")
     return [
         shown(run.folder),
-        ", ".join(stages) or f"{len(seeds_in(run.folder))} seeds",
+        ", ".join(stages) or count(len(seeds_in(run.folder)), "seed"),
         _last_result(run),
         ago(time.time() - run.changed),
         system.format_bytes(system.folder_bytes(run.folder)),
@@ -226,7 +227,9 @@ def _next_line(run: Run, following: NextAction) -> str:
     if following.action == "refused":
         return f"next: {command} would be refused: {first}"
     if following.action == "run":
-        return f"next: {command} runs {_describe_order(following.decisions)}"
+        text = f"{command} runs {_describe_order(following.decisions)}"
+        seeds = ",".join(map(str, seeds_in(run.folder)))
+        return f"next: {command} --seeds {seeds} for its seeds; {text}" if seeds else f"next: {text}"
     if problems:
         return f"next: nothing is left to run; {command} ends with {first}"
     unread = any(stage.unread for stage in run.stages.values())
@@ -260,18 +263,8 @@ def _run_json(run: Run) -> dict[str, Any]:
 
 
 def _next_json(following: NextAction) -> dict[str, Any]:
-    steps = []
-    for stage, decision in following.decisions.items():
-        step = {
-            "stage": stage,
-            "why": decision.reason,
-            "runs": decision.runs,
-            "fresh": decision.fresh,
-            "after": decision.after,
-        }
-        steps.append(step)
     problems = [asdict(problem) for problem in following.problems]
-    return {"action": following.action, "steps": steps, "problems": problems}
+    return {"action": following.action, "steps": steps_json(following.decisions), "problems": problems}
 
 
 def _stage_json(stage: Stage) -> dict[str, Any]:

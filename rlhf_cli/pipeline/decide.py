@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlhf_cli import runs
 from rlhf_cli.config.base import Config
@@ -20,6 +21,21 @@ class StageDecision:
     runs: bool
     fresh: bool  # its old output is moved to .old/ first
     after: tuple[str, ...] = ()  # earlier stages that run first; the stage then runs too if they change its inputs
+
+
+def steps_json(decisions: Mapping[str, StageDecision]) -> list[dict[str, Any]]:
+    """Return decisions as printed by `--json`, in the order of the stages."""
+    steps = []
+    for stage, decision in decisions.items():
+        step = {
+            "stage": stage,
+            "why": decision.reason,
+            "runs": decision.runs,
+            "fresh": decision.fresh,
+            "after": decision.after,
+        }
+        steps.append(step)
+    return steps
 
 
 def compute_status(config: Config) -> StageStatus:

@@ -26,8 +26,10 @@ def find_configs(folder: Path) -> dict[str, Path]:
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
 
     files = {path.stem: path for path in configs_in(folder)}
-    if not files and seed_of(folder):
-        raise RLHFError("C09", f"{shown(folder)} is the run of a seed", hint=run_command(folder))
+    if not files and (seed := seed_of(folder)):
+        study, _ = seed
+        text = f"{shown(folder)} is the run of a seed: its configs are those of {shown(study)}"
+        raise RLHFError("C09", text, hint=run_command(folder))
     if not files:
         names = ", ".join(f"{stage}.yaml" for stage in STAGES)
         raise RLHFError("C09", f"{shown(folder)} holds none of {names}", hint="rlhf init --list shows ready ones")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.config.base import Config, Options
@@ -13,7 +14,14 @@ from rlhf_cli.errors import RLHFError, shell_path, shell_word, shown
 from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.pipeline import children
-from rlhf_cli.pipeline.decide import check_inputs_exist, compute_status, decide_stage, plan_stages
+from rlhf_cli.pipeline.decide import (
+    StageDecision,
+    check_inputs_exist,
+    compute_status,
+    decide_stage,
+    plan_stages,
+    steps_json,
+)
 from rlhf_cli.pipeline.load import add_seed, find_configs, load_all, route_overrides, select_stages
 from rlhf_cli.report import show
 from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, seed_folder
@@ -28,6 +36,11 @@ class RunOutcome:
     ran: dict[str, str] = field(default_factory=dict)
     is_of_seed: bool = False  # one of several
     unmet: bool = False  # the evaluation is complete and does not meet its requirements
+    planned: Mapping[str, StageDecision] = field(default_factory=dict)  # with --dry-run, by stage
+
+    def planned_json(self, folder: Path) -> dict[str, Any]:
+        """Return what a dry run of a folder found as printed by `--json`."""
+        return {"run": shown(folder), "steps": steps_json(self.planned)}
 
 
 def run_folder(
@@ -50,11 +63,11 @@ def run_folder(
     """
     files = select_stages(find_configs(folder), folder, only=only, start=start, force=force)
     routed = route_overrides(overrides, list(files))
-    check = children.check_command(folder, overrides, options)
     if seed is not None:
         run = seed_folder(folder, seed)
         add_seed(routed, run, seed)
-        check = children.check_command(folder, [*overrides, f"*.run={json.dumps(str(run))}"], options)
+        overrides = [*overrides, f"*.run={json.dumps(str(run))}"]
+    check = children.check_command(folder, overrides, options)
     is_selection = bool(only or start)  # selected stages check themselves
     try:
         configs = load_all(files, routed)
@@ -68,9 +81,10 @@ def run_folder(
         raise
 
     if options.dry_run:
-        for stage, decision in plan_stages(configs, force).items():
+        planned = plan_stages(configs, force)
+        for stage, decision in planned.items():
             terminal.out(f"{stage:<8} {decision.reason}")
-        return RunOutcome()
+        return RunOutcome(planned=planned)
 
     outcome = RunOutcome(is_of_seed=seed is not None)
     needed_check = None if checked or is_selection else check

@@ -18,7 +18,7 @@ from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.pipeline.run import RunOutcome, run_folder
 from rlhf_cli.report import show
 from rlhf_cli.runs.layout import REPORT, REPORT_PAGE, SEEDS_FOLDER, seed_folder
-from rlhf_cli.runs.report import Report, read_report
+from rlhf_cli.runs.report import Interval, Report, read_report
 from rlhf_cli.statistics import student_interval, with_interval
 
 OWN_KEYS = ("run", "seed", "*.run", "*.seed")
@@ -31,7 +31,7 @@ class Quantity:
     key: str  # in --json
     title: str
     values: Sequence[float]
-    intervals: Sequence[Sequence[float] | None]
+    intervals: Sequence[Interval]
 
     @property
     def mean(self) -> float:
@@ -42,6 +42,16 @@ class Quantity:
         """Return the standard deviation over the seeds (n - 1)."""
         return stdev(self.values) if len(self.values) > 1 else None
 
+    def cells(self) -> list[str]:
+        """Return the value of each seed as text, and mean and spread if there are several."""
+        texts = []
+        for value, interval in zip(self.values, self.intervals, strict=True):
+            texts.append(with_interval(value, interval))
+        if self.spread is not None:
+            texts.append(with_interval(self.mean, student_interval(self.values)))
+            texts.append(f"{self.spread:.3f}")
+        return texts
+
     def as_json(self) -> dict[str, Any]:
         interval = student_interval(self.values)
         return {"title": self.title, "mean": self.mean, "spread": self.spread, "ci95": interval, "n": len(self.values)}
@@ -49,10 +59,12 @@ class Quantity:
 
 def parse_seeds(text: str) -> list[int]:
     """Return the seeds of `--seeds 0,1,2`. Raises RLHFError C07."""
-    words = [word.strip() for word in text.split(",")]
-    seeds = [int(word) for word in words if word.isdecimal() and int(word) < 2**32]
-    if len(seeds) < len(words) or len(set(seeds)) < len(seeds):
-        raise RLHFError("C07", f"--seeds {text}: not a list of different seeds", hint="e.g. --seeds 0,1,2")
+    seeds = []
+    for word in text.split(","):
+        seed = int(word) if word.strip().isdecimal() else None
+        if seed is None or seed >= 2**32 or seed in seeds:
+            raise RLHFError("C07", f"--seeds {text}: not a list of different seeds", hint="e.g. --seeds 0,1,2")
+        seeds.append(seed)
     return seeds
 
 
@@ -62,25 +74,34 @@ def run_seeds(folder: Path, seeds: Sequence[int], overrides: Sequence[str], opti
     A failure ends the command, and the same command resumes. An unmet requirement of an evaluation does not: the other
     seeds run, and the exit code is 1. Raises RLHFError C17 for overrides of the seed, and as `run_folder` does.
     """
-    own = [text for text in overrides if text.partition("=")[0].strip().rpartition(":")[2] in OWN_KEYS]
-    if own:
-        raise RLHFError("C17", f"--seeds and --set {own[0]} contradict each other", hint="omit one of them")
-
+    _refuse_own_keys(overrides)
     outcomes: dict[int, RunOutcome] = {}
     for seed in seeds:
         terminal.out(f"seed {seed:<3} {shown(seed_folder(folder, seed))}")
         is_checked = any(outcome.ran for outcome in outcomes.values())
         outcomes[seed] = run_folder(folder, overrides, options, seed=seed, checked=is_checked, **selection)
         if outcomes[seed].code and not outcomes[seed].unmet:
-            left = len(seeds) - len(outcomes)
+            left = [str(each) for each in seeds if each not in outcomes]
+            not_run = f"; not run: {', '.join(left)}" if left else ""
             text = f"seed {seed:<3} ended with exit code {outcomes[seed].code}"
-            terminal.error(f"{text}; {left} more were not run; the same command resumes")
+            terminal.error(f"{text}{not_run}; the same command resumes")
             break
 
     code = next((outcome.code for outcome in outcomes.values() if outcome.code), 0)
     if not options.dry_run:
         _conclude(folder, outcomes, code)
+    elif terminal.has_mode("json"):
+        runs = [outcome.planned_json(seed_folder(folder, seed)) for seed, outcome in outcomes.items()]
+        terminal.print_json({"run": shown(folder), "seeds": runs})
     return code
+
+
+def _refuse_own_keys(overrides: Sequence[str]) -> None:
+    """Raise RLHFError C17 for overrides of what --seeds sets."""
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if key.rpartition(":")[2] in OWN_KEYS:
+            raise RLHFError("C17", f"--seeds and --set {text} contradict each other", hint="omit one of them")
 
 
 def _conclude(folder: Path, outcomes: Mapping[int, RunOutcome], code: int) -> None:
@@ -121,32 +142,33 @@ def quantities(reports: Sequence[Report]) -> list[Quantity]:
     if not judges or len(policies) < len(reports):
         return []
     judge = deciding_judge(sorted(judges))
+
     rates = [report.ppo_over_sft[judge] for report in reports]
-    means = [policy.judges.get(judge) for policy in policies]
-
-    found = [
-        _quantity("win_rate", f"PPO over SFT, {judge}", [(rate.value, rate.ci95) for rate in rates]),
-        _quantity("kl", "KL", [(policy.kl, policy.kl_ci95) for policy in policies]),
-        _quantity("score", f"score, {judge}", [(mean.mean, mean.ci95) if mean else (None, None) for mean in means]),
+    win_rates = [(rate.value, rate.ci95) for rate in rates]
+    kls = [(policy.kl, policy.kl_ci95) for policy in policies if policy.kl is not None]
+    means = [policy.judges[judge] for policy in policies if judge in policy.judges]
+    scores = [(mean.mean, mean.ci95) for mean in means]
+    candidates = [
+        _quantity("win_rate", f"PPO over SFT, {judge}", win_rates),
+        _quantity("kl", "KL", kls),
+        _quantity("score", f"score, {judge}", scores),
     ]
-    return [each for each in found if each]
+    return [each for each in candidates if len(each.values) == len(reports)]
 
 
-def _quantity(key: str, title: str, values: Sequence[tuple[float | None, Sequence[float] | None]]) -> Quantity | None:
-    """Return a quantity that is known of every seed, or None."""
-    known = [value for value, _ in values if value is not None]
-    if len(known) < len(values):
-        return None
-    return Quantity(key, title, known, [interval for _, interval in values])
+def _quantity(key: str, title: str, found: Sequence[tuple[float, Interval]]) -> Quantity:
+    return Quantity(key, title, [value for value, _ in found], [interval for _, interval in found])
 
 
 def _print_table(seeds: Sequence[int], found: Sequence[Quantity]) -> None:
-    rows = []
-    for index, seed in enumerate(seeds):
-        rows.append([str(seed), *(with_interval(each.values[index], each.intervals[index]) for each in found)])
+    """Print the results, with a row for each seed."""
+    rows = [[str(seed)] for seed in seeds]
     if len(seeds) > 1:
-        rows.append(["mean", *(with_interval(each.mean, student_interval(each.values)) for each in found)])
-        rows.append(["spread", *(f"{each.spread:.3f}" for each in found)])
+        rows += [["mean"], ["spread"]]
+    for each in found:
+        for row, cell in zip(rows, each.cells(), strict=True):
+            row.append(cell)
+
     title = f"{len(seeds)} seeds; mean with Student's 95 % interval over seeds, spread: standard deviation over seeds"
     terminal.out()
     terminal.table(["seed", *(each.title for each in found)], rows, title=title)

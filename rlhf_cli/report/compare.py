@@ -20,7 +20,7 @@ from rlhf_cli.report.head_to_head import head_to_head
 from rlhf_cli.report.html import WORDS, render_template
 from rlhf_cli.report.rules import RULES, Series, metrics_of
 from rlhf_cli.report.tables import stage_row, total_seconds
-from rlhf_cli.runs.layout import STAGES
+from rlhf_cli.runs.layout import SEEDS_FOLDER, STAGES
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import PolicyScores, Report, WinRate
 from rlhf_cli.runs.settings import between
@@ -75,7 +75,7 @@ def of_runs(runs: list[Run]) -> str:
 def short_names(folders: list[Path]) -> list[str]:
     """Return a unique name for each folder, with as few of its last parts as possible; equal folders are numbered."""
     num_parts = 1
-    names = [folder.name for folder in folders]
+    names = [f"seed {folder.name}" if folder.parent.name == SEEDS_FOLDER else folder.name for folder in folders]
     while len(set(names)) < len(set(folders)):
         num_parts += 1
         names = [Path(*folder.parts[-num_parts:]).as_posix() for folder in folders]

@@ -26,7 +26,7 @@ from rlhf_cli.files import (
     safe_join,
     select_files,
 )
-from rlhf_cli.runs.layout import ADAPTER_CONFIG, MANIFEST, SNAPSHOTS, configs_in, has_output
+from rlhf_cli.runs.layout import ADAPTER_CONFIG, MANIFEST, SNAPSHOTS, configs_in, has_output, seed_folder, seeds_in
 from rlhf_cli.runs.manifest import Manifest, ParentEntry, read_manifest
 from rlhf_cli.runs.model_files import FileStats, file_stats, folder_sha256, read_adapter
 
@@ -312,7 +312,10 @@ def no_stage_error(folder: Path, missing: str, hint: str | None = None) -> RLHFE
     usual = "name the folder of a run, e.g. runs/demo"
     if not os.path.exists(folder):
         return missing_folder_error(folder, "", usual)
-    usual = f"run it first: rlhf run {shell_path(folder)}" if configs_in(folder) else usual
+    if seeds := seeds_in(folder):
+        usual = f"name the run of a seed: {shell_path(seed_folder(folder, seeds[0]))}"
+    elif configs_in(folder):
+        usual = f"run it first: rlhf run {shell_path(folder)}"
     return RLHFError("M01", f"{shown(folder)} holds {missing}", hint=hint or usual)
 
 

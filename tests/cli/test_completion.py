@@ -18,6 +18,7 @@ from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.runs import layout
 
 MORE_MODEL_KEYS = ["models.revision=", "models.dtype=", "models.attn_implementation="]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 YAML = {"sft": "model: {path: base}", "ppo": "data: {prompts: p}", "eval": "eval: {n: 4}"}
 YAML |= dict.fromkeys(("reward", "dpo"), "data: {train: p}")
 
@@ -40,9 +41,9 @@ def here(here: Path) -> Path:
 
 
 def tab(line: str, shell: str = "bash") -> list[str]:
-    """What is offered for the end of a line. bash cuts words at `=` as well."""
+    """What is offered for the end of a line. bash cuts words at `=` and `:` as well."""
     if shell == "bash":
-        words = [part for word in line.split() for part in re.split("(=)", word) if part]
+        words = [part for word in line.split() for part in re.split("([=:])", word) if part]
         words += [""] if line.endswith(" ") else []
         environment = {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
     else:
@@ -98,6 +99,9 @@ def tab(line: str, shell: str = "bash") -> list[str]:
         ("rlhf run runs/deep/er ppo.", []),  # it has no such stage
         ("rlhf check runs/demo/ppo.yaml eval.", []),
         ("rlhf run runs/demo --set eval.sel", [f"eval.select.{key}=" for key in ("judge", "kl_max")]),
+        ("rlhf run runs/demo sft:sft.packing=", ["true", "false"]),
+        ("rlhf plan runs/demo -s sft:model.dt", ["model.dtype=", *(f"model.dtype={name}" for name in DTYPES)]),
+        ("rlhf run runs/deep/er sft:model.dt", []),  # it has no such stage
         ("rlhf ppo nothing.of.this", []),
         ("rlhf run nowhere/at/all/", []),
     ],
@@ -116,6 +120,9 @@ def test_presets_are_no_runs_and_can_be_checked(here: Path, monkeypatch: pytest.
 
 def test_shells_that_keep_words_whole_are_offered_the_key_with_its_values(here: Path) -> None:
     assert tab("rlhf ppo ppo.kl_estimator=k", "fish") == [f"ppo.kl_estimator=k{n}" for n in (1, 2, 3)]
+    assert tab("rlhf run runs/demo sft:sft.pack", "fish") == [
+        f"sft:sft.packing={each}" for each in ("", "true", "false")
+    ]
     assert '"ppo.kl_estimator=k2"' in "".join(tab("rlhf ppo ppo.kl_estimator=k", "zsh"))
 
 

@@ -15,10 +15,14 @@ from typer.main import get_command
 
 from rlhf_cli import terminal
 from rlhf_cli.cli import app
+from rlhf_cli.commands.init.presets import PRESETS
 from rlhf_cli.config.base import Options
 from rlhf_cli.runs.layout import STAGES
 
-PRINT_PROGRESS = ("init", "convert", "check", "run", *STAGES, "report", "chat", "label", "verify", "export", "serve")
+PRINT_PROGRESS = (
+    *("init", "convert", "check", "plan", "run", *STAGES),
+    *("report", "chat", "label", "verify", "export", "serve"),
+)
 END_WITH_JSON = ("init", "run", "report", "label", "export")
 
 
@@ -46,6 +50,20 @@ def test_quiet_prints_the_path_of_the_result_only(finished: Path, line: str, pat
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{path}\n", "")
 
 
+def test_quiet_lists_the_names_of_the_presets(here: Path) -> None:
+    assert rlhf("init", "--list", "-q").stdout.split() == list(PRESETS)
+
+
+@pytest.mark.parametrize("command", ["check", "status", "plan"])
+def test_an_override_alone_is_of_the_only_run_here(finished: Path, command: str) -> None:
+    override = "eval.n=7"
+    alone = rlhf(command, override, "-s", "eval.batch=no")
+    named = rlhf(command, "run", override, "-s", "eval.batch=no")
+    assert alone.stderr == f"run is the only run here\n{named.stderr}" and alone.stdout == named.stdout
+    text = f"error[C11]: rlhf run: which run? There are run\nhint: rlhf run run {override}\n"
+    assert rlhf("run", override).stderr == text, "it writes, so it takes no run that was not named"
+
+
 def test_quiet_hides_no_error_and_contradicts_verbose(here: Path) -> None:
     assert is_one_error(rlhf("run", "nowhere", "-q"), "C09")
     assert is_one_error(rlhf("run", "nowhere", "-q", "-v"), "C11", "--quiet and --verbose contradict each other")
@@ -67,11 +85,15 @@ def test_verbose_sets_the_log_level_of_the_libraries(here: Path, monkeypatch: py
         ("report run", {"page", "runs"}),
         ("report run run", {"page", "runs"}),
         ("init ci new", {"folder", "next"}),
+        ("init --list", {"presets"}),
+        ("run run --dry-run", {"run", "steps"}),
+        ("run run --dry-run --seeds 0,1", {"run", "seeds"}),
     ],
 )
 def test_json_is_one_object_on_stdout(finished: Path, line: str, keys: set[str]) -> None:
     result = rlhf(*line.split(), "--json")
-    assert result.exit_code == 0 and keys <= json.loads(result.stdout).keys()
+    assert result.exit_code == 0, result.output
+    assert keys <= json.loads(result.stdout).keys()
     assert result.stderr, "what is printed without --json"
 
 

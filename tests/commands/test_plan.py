@@ -483,6 +483,12 @@ def test_the_table_and_an_optimizer_that_is_not_counted(three: Path) -> None:
     assert [line.split()[0] for line in ppo[2:11]] == [*KINDS, "total", "memory", "time"]
 
 
+def test_quiet_prints_a_line_a_stage(three: Path) -> None:
+    result = plan("ppo.yaml", "-q", "--gpu", "0.0001", "--flops", "1e12")
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("ppo ") and " of 107.4 kB: does not fit; " in line and result.stderr == ""
+
+
 @pytest.mark.full
 def test_plan_imports_neither_trl_nor_peft(three: Path) -> None:
     code = "import sys; from rlhf_cli.cli import app\ntry: app(['plan', '.', '--flops', '1e9'])\n"

@@ -72,8 +72,10 @@ def test_a_failure_ends_it_and_the_same_command_resumes(
     whole = children.run_child
     monkeypatch.setattr(children, "run_child", lambda command: 7 if command[4] == "ppo" else whole(command))
     failed = rlhf("run", "study", "--seeds", "0,1,2")
-    assert failed.exit_code == 7 and "seed 0   ended with exit code 7; 2 more were not run" in failed.stderr
+    assert failed.exit_code == 7 and "seed 0   ended with exit code 7; not run: 1, 2; the same" in failed.stderr
     assert rlhf("run", "study", "--seeds", "0,1,2", "-q").stdout == "", "there is no result"
+    last = rlhf("run", "study", "--seeds", "0").stderr
+    assert last.endswith("seed 0   ended with exit code 7; the same command resumes\n")
     monkeypatch.setattr(children, "run_child", whole)
     started.clear()
     assert rlhf("run", "study", "--seeds", "0,1,2").exit_code == 0
@@ -122,6 +124,10 @@ def test_the_run_of_a_seed_has_the_configs_of_all(started: list[list[str]]) -> N
     assert status.exit_code == 0 and status.stdout.count(" finished ") == 3
     assert "next: rlhf run study --seeds 1 runs ppo (stale: ppo.kl_coef 0.1 -> 0.05)" in status.stdout
     assert "next: nothing" in rlhf("status", "study/seeds/1", "-s", "ppo.kl_coef=0.1").stdout
-    assert is_one_error(rlhf("run", "study/seeds/1"), "C09", "is the run of a seed\nhint: rlhf run study --seeds 1")
+    assert is_one_error(rlhf("run", "study/seeds/1"), "C09", "those of study\nhint: rlhf run study --seeds 1")
+    assert rlhf("check").stderr.startswith("study is the only run here\n"), "the seeds have no configs of their own"
+    for command in ("report", "chat"):
+        assert is_one_error(rlhf(command, "study"), "M01", "hint: name the run of a seed: study/seeds/0")
     assert "seeds    0, 1 in study/seeds\n" in rlhf("status", "study").stdout
+    assert "next: rlhf run study --seeds 0,1 for its seeds; rlhf run study runs sft" in rlhf("status", "study").stdout
     assert "2 seeds" in rlhf("ls", ".").stdout and "never run" not in rlhf("ls", ".").stdout

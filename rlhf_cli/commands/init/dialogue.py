@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.init.presets import PRESETS
+from rlhf_cli.commands.init.presets import PRESETS, print_list
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_word
 
 NEXT = "next"  # in place of a preset: the next round of a run
@@ -41,7 +41,7 @@ def ask_missing(given: InitArguments) -> InitArguments:
     """
     arguments = given
     if arguments.preset is None:
-        terminal.table(["preset", "what it is"], [[name, each.description] for name, each in PRESETS.items()])
+        print_list()
         arguments = replace(arguments, preset=_ask("PRESET", "Preset", default="demo", problem=_preset_problem))
 
     if arguments.preset == NEXT:

@@ -52,6 +52,20 @@ _TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encod
 PRESETS = {name: _preset(table) for name, table in _TABLES.items()}
 
 
+def print_list() -> None:
+    """Print the presets: their names with --quiet."""
+    descriptions = {name: preset.description for name, preset in PRESETS.items()}
+    terminal.table(["preset", "what it is"], [[name, text] for name, text in descriptions.items()])
+    terminal.conclude("\n".join(PRESETS), {"presets": descriptions})
+
+
+def require_known(name: str) -> None:
+    """Raise RLHFError C07 for a name that is no preset's."""
+    if name not in PRESETS:
+        hint = did_you_mean(name, PRESETS) or "rlhf init --list"
+        raise RLHFError("C07", f"no preset {name!r}; there are {', '.join(PRESETS)}", hint=hint)
+
+
 def init(
     name: str,
     folder: Path,
@@ -65,13 +79,10 @@ def init(
 
     A preset with a large base model is changed if it does not fit `gpu` (None: the one that is here), with `adapters`.
     With `baselines` there are dpo.yaml and best_of/sft.yaml, too. Configs and data are written completely or not at
-    all; identical files are kept, so the command can be repeated. Raises RLHFError C07 for an unknown preset or GPU,
-    C11 for options without an effect, C15 if the folder holds different files of the same names, E03 if nothing fits.
-    Exits with the code of the base model's run if that fails.
+    all; identical files are kept, so the command can be repeated. Raises RLHFError C07 for an unknown GPU, C11 for
+    options without an effect, C15 if the folder holds different files of the same names, E03 if nothing fits. Exits
+    with the code of the base model's run if that fails.
     """
-    if name not in PRESETS:
-        hint = did_you_mean(name, PRESETS) or "rlhf init --list"
-        raise RLHFError("C07", f"no preset {name!r}; there are {', '.join(PRESETS)}", hint=hint)
     preset = PRESETS[name]
     if (adapters or gpu) and not preset.base_config:
         text = f"--{'adapters' if adapters else 'gpu'} belongs to presets of a large model, and {name} has none"

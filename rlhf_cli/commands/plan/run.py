@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_cli import system, terminal
 from rlhf_cli.commands.plan.inputs import ModelResolver
-from rlhf_cli.commands.plan.show import show, show_total
+from rlhf_cli.commands.plan.show import conclude, show, show_total
 from rlhf_cli.commands.plan.stage_plan import plan_stage, plan_total
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.loading import load, stage_of
@@ -77,6 +77,7 @@ def print_plan(
         show(plan, target)
     if len(plans) > 1:
         show_total(total, is_judged=any(plan.judges for plan in plans))
+    conclude(plans, target)
 
 
 def _target(gpu: str | None, processes: int, machines: int) -> Target:

@@ -1,5 +1,7 @@
 """What `rlhf plan` prints: a table of memory for each stage, its time and its rows, and the total of a run."""
 
+from collections.abc import Sequence
+
 from rlhf_cli import terminal
 from rlhf_cli.commands.plan.stage_plan import StagePlan, TotalPlan
 from rlhf_cli.judges.costs import MostCost
@@ -25,6 +27,15 @@ def show(plan: StagePlan, target: Target) -> None:
     for name, cost in plan.judges.items():
         _show_judge(name, cost)
     terminal.out()
+
+
+def conclude(plans: Sequence[StagePlan], target: Target) -> None:
+    """Print a line on each stage with --quiet, which hides the tables."""
+    if not terminal.has_mode("quiet"):
+        return
+    for plan in plans:
+        needed = f"{format_bytes(plan.memory_bytes)} of {format_bytes(target.memory)}: {VERDICTS[plan.fits]}"
+        terminal.answer(f"{plan.stage:<8} {needed}; {BOUNDS[plan.run]} {duration(plan.seconds)}")
 
 
 def _show_judge(name: str, cost: MostCost) -> None:

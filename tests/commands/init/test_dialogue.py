@@ -34,6 +34,7 @@ def test_nothing_is_asked_off_a_terminal_or_without_need(
     assert rlhf("init", "ci", "new").exit_code == 0 and rlhf("init", "--list").exit_code == 0
     assert questions == [], "all is given"
     assert is_one_error(rlhf("init", "dmo", "x"), "C07"), "an error stays one"
+    assert is_one_error(rlhf("init", "dmo"), "C07", "no preset 'dmo'", "did you mean demo?")
 
 
 def test_a_preset_and_its_folder_are_asked_for(answers: Callable) -> None:
