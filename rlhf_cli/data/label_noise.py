@@ -32,7 +32,8 @@ def label_noise(labels: Iterable[tuple[Any, Any]]) -> LabelNoise | None:
     Two labels that are each wrong with probability e, independently, differ with p = 2 e (1 - e), so that
     e = (1 - sqrt(1 - 2 p)) / 2: Dawid and Skene's model (1979, Applied Statistics 28(1), 20-28) with one error rate for
     all raters and pairs. A pair with n labels counts n - 1 times with the share of its n (n - 1) / 2 comparisons that
-    differ. None with fewer than FEWEST repeats, or if none differs: they may be copies.
+    differ. None with fewer than FEWEST repeats; if none differs: they may be copies; and if more than half differ by
+    more than chance, which raters at random do not: equal labels were merged into one.
     """
     counts: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
     for label, opposite in labels:
@@ -50,6 +51,8 @@ def label_noise(labels: Iterable[tuple[Any, Any]]) -> LabelNoise | None:
 
     differ = sum(points) / len(points)
     low, high = share_interval(points, groups)
+    if low > 0.5:
+        return None
     return LabelNoise(len(points), differ, _wrong(differ), (_wrong(low), _wrong(high)))
 
 

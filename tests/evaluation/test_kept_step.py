@@ -110,4 +110,5 @@ def test_the_choices_say_the_errors_of_the_labels() -> None:
     assert row == ["labels without errors", *said]
     often = RewardModelCard.model_validate({**card(), "label_errors": {**errors, "wrong": 0.2}})
     assert choice_rows(often)[-1][2] == "cannot be told: the labels err as often"
-    assert choice_rows(kept_card(None))[-1][1:] == ["unknown: no pair has two labels", "unknown; label some pairs twice"]
+    *_, unknown = choice_rows(kept_card(None))
+    assert unknown[1:] == ["unknown: no pair has two labels", "unknown; label some pairs twice"]
