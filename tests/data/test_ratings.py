@@ -233,7 +233,7 @@ def test_bad_ratings(row: dict[str, Any], code: str, text: str, tokenizer: Any, 
 NONE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([labelled("Say", " a", True), labelled("Say", " b", True)], {}, '"label" is true of all 2 answers'),
     ([one("Say", " a", 3), one("Why", " b", 3)], {}, '"helpfulness" is 3 of all 2 answers'),
-    ([one("Say", " a", 3), one("Why", " b", 2)], {}, 'a better and a worse answer by "helpfulness": 2 prompts of one rated answer'),
+    ([one("Say", " a", 3), one("Why", " b", 2)], {}, 'worse answer by "helpfulness": 2 prompts of one rated answer'),
     ([LISTS], {"min_rating_gap": 2}, 'worse answer by "scores": 1 prompts whose ratings differ by less than 2'),
 ]
 
