@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, combinations
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf_cli.config.sources import DataSource
@@ -95,7 +96,12 @@ TWO_ANSWERS = ("response_0", "response_1")
 BETTER_OF_TWO = ("better_response_id", "safer_response_id")
 GRADED = "two answers and the grade of the preference"
 FORMS = (
-    RatedForm("lists of answers and scores", ("responses",), ("scores",), _of_lists),
+    RatedForm(
+        "lists of answers and scores",
+        ("responses",),
+        ("scores",),
+        _of_lists,
+    ),
     RatedForm(
         "UltraFeedback",
         ("completions",),
@@ -109,10 +115,34 @@ FORMS = (
         BETTER_OF_TWO,
         _of_numbered,
     ),
-    RatedForm(GRADED, ("response_1", "response_2"), GRADES, _of_graded, margin_per_point=MARGIN_PER_GRADE),
-    RatedForm(GRADED, ("response1", "response2"), GRADES, _of_graded, margin_per_point=MARGIN_PER_GRADE),
-    RatedForm("one rated answer a row", ("response",), (*SCORES, "label"), _of_one_answer, across_rows=True),
-    RatedForm("one rated answer a row", ("completion",), ("label", *SCORES), _of_one_answer, across_rows=True),
+    RatedForm(
+        GRADED,
+        ("response_1", "response_2"),
+        GRADES,
+        _of_graded,
+        margin_per_point=MARGIN_PER_GRADE,
+    ),
+    RatedForm(
+        GRADED,
+        ("response1", "response2"),
+        GRADES,
+        _of_graded,
+        margin_per_point=MARGIN_PER_GRADE,
+    ),
+    RatedForm(
+        "one rated answer a row",
+        ("response",),
+        (*SCORES, "label"),
+        _of_one_answer,
+        across_rows=True,
+    ),
+    RatedForm(
+        "one rated answer a row",
+        ("completion",),
+        ("label", *SCORES),
+        _of_one_answer,
+        across_rows=True,
+    ),
 )
 COLUMNS = frozenset({"rating"}.union(*(form.answers for form in FORMS)))  # names for data.columns
 
@@ -315,34 +345,37 @@ def rating_of(value: Any, column: str) -> float | None:
 
 def _best_and_another(pairs: list[tuple[Answer, Answer]]) -> tuple[Answer, Answer]:
     """Return the pair of the best answer and one of the worse ones, drawn by a hash of their texts."""
-
-    def rating(pair: tuple[Answer, Answer]) -> float:
-        return pair[0].rating
-
-    best, _ = max(pairs, key=rating)
+    best, _ = max(pairs, key=lambda pair: pair[0].rating)
     worse = [second for first, second in pairs if first is best]
+
     texts = [answer.text for answer in worse]
-    drawn = derive_seed(0, repr(texts)) % len(worse)
-    return best, worse[drawn]
+    number = derive_seed(0, repr(texts)) % len(worse)
+    return best, worse[number]
 
 
 def _columns_of_ratings(row: Row, form: RatedForm) -> Mapping[str, Any]:
     """Return where the names of ratings are looked up: the row, or its first answer that is an object."""
     if not form.rates_inside:
         return row
-    answers = row[form.answers[0]]
-    objects = [answer for answer in answers if isinstance(answer, dict)] if isinstance(answers, list) else []
-    return objects[0] if objects else {}
+    (column,) = form.answers
+    answers = row[column]
+    if not isinstance(answers, list):
+        return {}
+    objects = (answer for answer in answers if isinstance(answer, dict))
+    return next(objects, {})
 
 
 def _mean_of_aspects(aspects: Any) -> float | None:
     """Return the mean of UltraFeedback's ratings of an answer, without those that are not given."""
     if not isinstance(aspects, dict):
         return None
-    given = [aspect.get("Rating") for aspect in aspects.values() if isinstance(aspect, dict)]
-    ratings = [rating_of(value, "Rating") for value in given]
-    known = [rating for rating in ratings if rating is not None]
-    return sum(known) / len(known) if known else None
+    known = []
+    for aspect in aspects.values():
+        value = aspect.get("Rating") if isinstance(aspect, dict) else None
+        rating = rating_of(value, "Rating")
+        if rating is not None:
+            known.append(rating)
+    return fmean(known) if known else None
 
 
 def _list(row: Row, column: str) -> list[Any]:
