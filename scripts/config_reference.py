@@ -32,7 +32,8 @@ These defaults follow no paper or other system:
 - `data.columns`: no mapping. Datasets with the usual column names need none.
 - `data.format`: auto. Transcripts as in hh-rlhf are recognised by the first row; `plain`, `transcripts` and `turns`
   override it.
-- `data.train.NUMBER.columns`, `data.train.NUMBER.format`: as `data.columns` and `data.format`.
+- `data.train.NUMBER.columns`, `data.train.NUMBER.format`, `data.train.NUMBER.pairs_per_prompt`,
+  `data.train.NUMBER.min_rating_gap`, `data.train.NUMBER.margin_per_point`: as the keys of `data` with these names.
 - `data.max_rows`: all rows. The limit is for trial runs and for large datasets on the Hugging Face Hub.
 - `data.eval_fraction`, `data.split_seed`: no split, because many datasets have a held-out file or split. The seed of
   a split is 0 in every stage, so that all stages hold out the same prompts.

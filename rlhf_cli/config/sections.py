@@ -194,6 +194,7 @@ def _is_date(value: Any) -> bool:
 
 
 RowFormat = Literal["auto", "plain", "transcripts", "turns"]
+OnLong = Literal["drop", "error"]
 
 
 class MixedSource(Section):
@@ -203,6 +204,14 @@ class MixedSource(Section):
     weight: PositiveFloat = 1.0
     columns: dict[str, str] | None = None
     format: RowFormat | None = None
+
+
+class MixedPairs(MixedSource):
+    """One of several sources of pairs, and how they are made of its ratings."""
+
+    pairs_per_prompt: Literal["one", "all"] | None = None
+    min_rating_gap: NonNegativeFloat | None = None
+    margin_per_point: NonNegativeFloat | None = None
 
 
 class _Data(Section):
@@ -273,18 +282,10 @@ class _Data(Section):
         parts = []
         for number, entry in enumerate(name):
             section = f"data.{self.TRAIN_KEY}.{number}"
-            part = self._part(entry, where(section), {**options, "section": section})
+            own = entry.model_dump(exclude={"path"}, exclude_none=True)
+            part = DataSource(entry.path, where(section), **{**options, **own, "section": section})
             parts.append(replace(part, weight=1.0) if is_held_out else part)
         return replace(parts[0], where=where(f"data.{key}"), parts=tuple(parts))
-
-    def _part(self, entry: MixedSource, where: str, options: dict[str, Any]) -> DataSource:
-        """Return a source of a list, with its own columns and format if it has any."""
-        own = {
-            "columns": entry.columns or self.columns,
-            "format": entry.format or self.format,
-            "weight": entry.weight,
-        }
-        return DataSource(entry.path, where, **{**options, **own})
 
 
 class SFTData(_Data):
@@ -292,12 +293,15 @@ class SFTData(_Data):
 
     train: DataPath | Annotated[list[MixedSource], Field(min_length=1)]
     eval: DataPath | None = None
-    on_long: Literal["drop", "error"] = "drop"
+    on_long: OnLong = "drop"
 
 
-class RewardData(SFTData):
+class RewardData(_Data):
     """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}, or rated answers."""
 
+    train: DataPath | Annotated[list[MixedPairs], Field(min_length=1)]
+    eval: DataPath | None = None
+    on_long: OnLong = "drop"
     on_identical: Literal["error", "drop"] = "error"
     pairs_per_prompt: Literal["one", "all"] = "one"
     min_rating_gap: NonNegativeFloat = 0.0

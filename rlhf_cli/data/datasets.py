@@ -164,19 +164,23 @@ def preference_rows(
     max_length: int | None,
     on_long: str = "drop",
     on_identical: str = "error",
+    margins: bool = True,
     sample: int | None = None,
 ) -> Rows[dict[str, Any]]:
     """Return {prompt_ids, chosen_ids, rejected_ids[, margin]} of each pair; chosen_ids is the prompt and the response.
 
     Accepts {prompt, chosen, rejected}, and {chosen, rejected} with the prompt as common prefix.
-    See `_tokenised` for the options. Raises RLHFError D01-D10, D12, D14 with file and line.
+    `margins` False: for a loss without them. See `_tokenised` for the options.
+    Raises RLHFError D01-D10, D12, D14 with file and line.
     """
 
     def make_row(pair: Example, prompt: list[int], responses: list[list[int]]) -> dict[str, Any]:
         chosen, rejected = responses
         row = {"prompt_ids": prompt, "chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
-        return row if pair.margin is None else {**row, "margin": pair.margin}
+        return {**row, "margin": pair.margin} if margins and pair.margin is not None else row
 
+    if not margins:
+        source = replace(DataSource.of(source), margin_per_point=0.0)
     reader = DatasetReader(source, PAIR_FORMS, in_turns=speaks_in_turns(tokenizer))
     pairs = _read_pairs(reader, on_identical)
     _warn_repeated(reader, pairs)
@@ -231,10 +235,6 @@ class PairFile:
 
 def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
     """Read the distinct usable pairs of a file; the texts of a system column, too. Raises RLHFError D01-D05, D12."""
-    source = DataSource.of(source)
-    if source.parts:
-        text = "data.train is a list of sources, of which no single file of pairs is made"
-        raise RLHFError("D23", text, where=source.where, hint="name one source, with the pairs of all of them")
     reader = DatasetReader(source, PAIR_FORMS, reads_system_texts=reads_system_texts)
     pairs: dict[str, Example] = {}
     for pair in _read_pairs(reader, "drop"):

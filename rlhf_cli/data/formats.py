@@ -9,7 +9,7 @@ from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import columns, conversions, texts
 from rlhf_cli.data.column_hints import ColumnHints, form_text
-from rlhf_cli.data.grades import GradedPairs
+from rlhf_cli.data.grades import GradedPairs, JudgedPairs
 from rlhf_cli.data.ratings import RatedAnswers
 from rlhf_cli.data.readers import BadRow, Row, RowIterator, RowLocation, format_columns
 from rlhf_cli.data.sources import raw_rows
@@ -85,8 +85,7 @@ class DatasetReader:
         self._values: Row = {}  # the first value of each column of the file
         # How rows are converted, by the first row.
         self.stored: list[str] = []  # columns whose text is a list of messages
-        self.rated: RatedAnswers | None = None  # if rows are rated answers, which become pairs
-        self.graded: GradedPairs | None = None  # if pairs have grades, which become margins
+        self.judged: JudgedPairs | None = None  # if rows are rated answers or graded pairs
         self.other_format = ""  # its name, if rows are of one that is converted
         self.renamed_roles: dict[str, None] = {}  # in their order
         self.joins_parts = False  # contents of messages are lists of text parts
@@ -105,7 +104,7 @@ class DatasetReader:
     def rows(self) -> Iterator[tuple[RowLocation, Form, Row]]:
         """Yield (location, form, row) of each row that matches the first one; note the others as problems."""
         self._reading = True
-        self._rows = self._with_pairs_of_rated(self._counted())
+        self._rows = self._judged_pairs(self._counted())
         while (located := next(self._rows, None)) is not None:
             location, raw = located
             if not raw.keys() <= self._values.keys():
@@ -125,7 +124,7 @@ class DatasetReader:
             self.num_read += 1
             yield located
 
-    def _with_pairs_of_rated(self, rows: RowIterator) -> RowIterator:
+    def _judged_pairs(self, rows: RowIterator) -> RowIterator:
         """Yield the rows; of rated answers their pairs, and graded pairs with their margins.
 
         Raises RLHFError D22 without a pair.
@@ -134,38 +133,32 @@ class DatasetReader:
         if first is None:
             return
         rows = chain([first], rows)
-        if "chosen" not in self._known:
-            yield from rows
-            return
+        if "chosen" in self._known:
+            rows = self._judge(rows, self._rename(first[1]))
+        yield from rows
 
-        row = self._rename(first[1])
-        form = self._own_form(row)
-        if form is None:
-            self.rated = RatedAnswers.of(row, self.source)
-        elif not self._are_prompts:
-            self.graded = GradedPairs.of(row, self.source)
-        if self.rated:
-            yield from self._pairs_of_rated(rows, self.rated)
-        elif self.graded:
-            yield from self.graded.pairs(rows, self.note)
-        else:
-            yield from rows
-
-        judged = self.rated or self.graded
-        reason = judged.why_no_pair() if judged else None
+        reason = self.judged.why_no_pair() if self.judged else None
         if reason and not self.problems:
             raise RLHFError("D22", reason, where=self.source.shown(), hint=NO_PAIR_HINT)
 
-    def _pairs_of_rated(self, rows: RowIterator, rated: RatedAnswers) -> RowIterator:
-        for location, raw in rows:
-            try:
-                rated.add(location, self._rename(raw))
-            except BadRow as bad:
-                self.note(location, bad)
+    def _judge(self, rows: RowIterator, first: Row) -> RowIterator:
+        """Return the rows as pairs if the first one is a rated answer or a graded pair; prompts need no pairs."""
+        if self._own_form(first) is not None:
+            if self._are_prompts:
+                return rows
+            self.judged = GradedPairs.of(first, self.source)
+            return self.judged.pairs(rows, self.note) if self.judged else rows
+
+        rated = RatedAnswers.of(first, self.source)
+        if not rated:
+            return rows
+        if self._are_prompts:
+            self.columns = {**self.columns, "prompt": rated.prompt}
+            return rows
+        self.judged = rated
+        columns = self.columns
         self.columns = {}  # the pairs have rlhf's names
-        if not self._are_prompts:
-            rated.check_scales()
-        yield from rated.pairs()
+        return rated.pairs(_renamed(rows, columns), self.note)
 
     def _convert(self, location: RowLocation, raw: Row) -> tuple[Form, Row]:
         """Return the form and the row under rlhf's names; the first row decides how all are converted."""
@@ -187,12 +180,7 @@ class DatasetReader:
 
     def _rename(self, raw: Row) -> Row:
         """Return the row with the names of data.columns."""
-        kept = {name: value for name, value in raw.items() if name not in self.columns}
-        return kept | self._mapped(raw)
-
-    def _mapped(self, raw: Row) -> Row:
-        mapped = {name: column for name, column in self.columns.items() if name != "rating"}
-        return {name: raw[column] for name, column in mapped.items() if column in raw}
+        return _renamed_row(raw, self.columns)
 
     def _stored_columns(self, row: Row) -> list[str]:
         """Return the columns whose texts are lists of messages."""
@@ -205,7 +193,7 @@ class DatasetReader:
         if self.other_format:
             converted = conversions.convert_row(row)
             further = {name: value for name, value in row.items() if name not in self._known}
-            row = further | converted | self._mapped(converted)
+            row = further | converted | _mapped(converted, self.columns)
 
         for name, messages in row.items():
             if name not in self._known or not isinstance(messages, list):
@@ -385,9 +373,8 @@ class DatasetReader:
         return ("prompt",) in self.forms
 
     def _conversion_texts(self) -> Iterator[str]:
-        judged = self.rated or self.graded
-        if judged:
-            yield judged.summary()
+        if self.judged:
+            yield self.judged.summary()
         if self.stored:
             stored = ", ".join(self.stored)
             yield f"{stored}: lists of messages stored as text, parsed"
@@ -471,7 +458,8 @@ class DatasetReader:
 
     def _columns_beside(self) -> list[str]:
         """Return the columns of the file that are read beside those of the form."""
-        beside = ["margin"] if "chosen" in self.form and not self.graded else []
+        has_own_margin = "chosen" in self.form and not (self.judged and self.judged.margin_per_point)
+        beside = ["margin"] if has_own_margin else []
         if self._has_messages or self.reads_system_texts:
             beside += columns.SYSTEM_COLUMNS
         if self._reads_tools:
@@ -492,34 +480,32 @@ class DatasetReader:
     def _unread_columns(self) -> list[str]:
         beside = self._columns_beside()
         read = self._columns_of_form().union(beside)
-        if self.graded:
-            read.add("margin")
-            read.add(self.graded.column)
+        if self.judged:
+            read.update(("margin", self.judged.column))
         return [name for name in self._values if name not in read]
 
     @property
     def ratings(self) -> str:
         """The column or field of ratings or grades that decided the pairs; "" without one."""
-        if self.rated:
-            return self.rated.rating
-        return self.graded.column if self.graded else ""
+        return self.judged.column if self.judged else ""
 
     def form_text(self) -> str:
         """Return the form of the rows in the file."""
-        if self.rated:
-            return f"{self.rated.form.name} by {self.rated.rating}"
+        if self.judged and self.judged.form_name:
+            return f"{self.judged.form_name} by {self.judged.column}"
         return self.other_format or form_text(self.form)
 
     def columns_text(self) -> str:
         """Return which columns were read as what, and which were not."""
-        parts = []
-        if self.rated or self.other_format:
-            parts.append(f"{form_text(self.form)} from {self.form_text()}")
-        else:
-            parts += map(self._column_text, self.form)
-        if self.graded:
-            use = "margin" if self.graded.margins.per_point else "ties"
-            parts.append(f"{use} from {self.graded.column}")
+        own = form_text(self.form)
+        found = self.form_text()
+        parts = [f"{own} from {found}"]
+        if found == own:
+            parts = [self._column_text(name) for name in self.form]
+        if self.judged and self.judged.margin_per_point:
+            parts.append(f"margin from {self.judged.column}")
+        elif self.judged and found == own:
+            parts.append(f"ties from {self.judged.column}")
         parts += self._columns_beside()
 
         text = ", ".join(parts)
@@ -597,6 +583,23 @@ class DatasetReader:
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)
+
+
+def _renamed_row(raw: Row, names: Mapping[str, str]) -> Row:
+    """Return a row with the names of rlhf, given the file's column of each."""
+    kept = {name: value for name, value in raw.items() if name not in names}
+    return kept | _mapped(raw, names)
+
+
+def _mapped(raw: Row, names: Mapping[str, str]) -> Row:
+    """Return the columns that have another name in the file; ratings keep theirs."""
+    found = {name: column for name, column in names.items() if name != "rating" and column in raw}
+    return {name: raw[column] for name, column in found.items()}
+
+
+def _renamed(rows: RowIterator, names: Mapping[str, str]) -> RowIterator:
+    for location, raw in rows:
+        yield location, _renamed_row(raw, names)
 
 
 def _answers(form: Form) -> list[str]:

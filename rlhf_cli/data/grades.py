@@ -13,6 +13,7 @@ from typing import Any
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.readers import BadRow, Row, RowIterator, RowLocation
 
+Note = Callable[[RowLocation, BadRow], None]
 GRADES = ("preference_strength", "overall_preference")  # names of columns, of HelpSteer2 and HelpSteer3
 HIGHEST = 3.0
 MARGIN_PER_GRADE = 1 / HIGHEST
@@ -56,61 +57,83 @@ def _is_grade(value: Any, column: str) -> bool:
     return True
 
 
-class Margins:
-    """Margins of pairs whose answers are rated: so much for each point between the two ratings."""
+class JudgedPairs:
+    """Pairs whose better answer a column tells, with their margins and counts."""
 
-    def __init__(self, per_point: float) -> None:
-        self.per_point = per_point
+    form_name = ""  # of rows that are no pairs yet
 
-    @classmethod
-    def of(cls, source: DataSource, default: float) -> "Margins":
-        """Return the margins that data.margin_per_point sets, or else `default` for each point."""
-        return cls(default if source.margin_per_point is None else source.margin_per_point)
-
-    def columns(self, gap: float) -> dict[str, float]:
-        """Return the column `margin` of a pair whose ratings differ by `gap`; none if a point has no margin."""
-        return {"margin": gap * self.per_point} if self.per_point else {}
-
-    def __str__(self) -> str:
-        return f", a margin of {self.per_point:.3g} for each point" if self.per_point else ""
-
-
-class GradedPairs:
-    """Pairs with a column of grades beside `chosen` and `rejected`, which becomes their margin."""
-
-    def __init__(self, column: str, source: DataSource) -> None:
+    def __init__(self, column: str, source: DataSource, default_margin: float) -> None:
+        """`default_margin`: that of each point between two answers, unless data.margin_per_point sets it."""
         self.column = column
         self.source = source
-        self.margins = Margins.of(source, MARGIN_PER_GRADE)
+        self.margin_per_point = default_margin
+        if source.margin_per_point is not None:
+            self.margin_per_point = source.margin_per_point
         self.num_pairs = 0
         self.omitted: Counter[str] = Counter()
+
+    def pairs(self, rows: RowIterator, note: Note) -> RowIterator:
+        """Yield the pairs of the rows, omit and count others; `note` gets the rows with a bad judgement."""
+        raise NotImplementedError
+
+    def why_no_pair(self) -> str | None:
+        """Return why there is no pair, or None if there is one or no row was read."""
+        if self.num_pairs or not self.omitted:
+            return None
+        return f'no pair has a better answer by "{self.column}": {self.omitted_text()}'
+
+    def margin(self, gap: float) -> dict[str, float]:
+        """Return the column `margin` of a pair whose answers differ by `gap`; none if a point has no margin."""
+        return {"margin": gap * self.margin_per_point} if self.margin_per_point else {}
+
+    def summary(self) -> str:
+        """Return what the pairs are made of, for a line of the log."""
+        text = self.made_of()
+        if self.margin_per_point:
+            text += f", a margin of {self.margin_per_point:.3g} for each point"
+        return f"{text}; omitted: {self.omitted_text()}" if self.omitted else text
+
+    def made_of(self) -> str:
+        """Return the number of pairs and what decided them."""
+        return f'{self.num_pairs} pairs graded by "{self.column}"'
+
+    def omitted_text(self) -> str:
+        """Return the numbers of what is omitted."""
+        return ", ".join(f"{count} {reason}" for reason, count in self.omitted.items())
+
+
+class GradedPairs(JudgedPairs):
+    """Pairs with a column of grades beside `chosen` and `rejected`, which becomes their margin."""
 
     @classmethod
     def of(cls, row: Row, source: DataSource) -> "GradedPairs | None":
         """Return a reader of pairs like this one, None if they have no grades, or a margin instead."""
         named = source.columns.get("rating")
         if named:
-            return cls(named, source) if named in row else None
+            return cls(named, source, MARGIN_PER_GRADE) if named in row else None
         if row.get("margin") not in (None, ""):
             return None
         for name in GRADES:
             if name in row and _is_grade(row[name], name):
-                return cls(name, source)
+                return cls(name, source, MARGIN_PER_GRADE)
         return None
 
-    def pairs(self, rows: RowIterator, note: Callable[[RowLocation, BadRow], None]) -> RowIterator:
+    def pairs(self, rows: RowIterator, note: Note) -> RowIterator:
         """Yield the rows with their margins, omit and count ties; `note` gets those with a bad grade."""
+        least = self.source.min_rating_gap
         for location, row in rows:
             try:
                 strength = self._strength(row)
             except BadRow as bad:
                 note(location, bad)
                 continue
-            if strength is not None and strength >= self.source.min_rating_gap:
-                self.num_pairs += 1
-                yield location, row | self.margins.columns(strength)
-            elif strength is not None:
-                self.omitted[f"pairs closer than {self.source.min_rating_gap:g}"] += 1
+            if strength is None:
+                continue
+            if strength < least:
+                self.omitted[f"pairs closer than {least:g}"] += 1
+                continue
+            self.num_pairs += 1
+            yield location, row | self.margin(strength)
 
     def _strength(self, row: Row) -> float | None:
         """Return how much better the chosen answer is; None for a pair that is counted as omitted."""
@@ -129,17 +152,3 @@ class GradedPairs:
             self.omitted["pairs without a grade" if grade is None else "ties"] += 1
             return None
         return abs(grade)
-
-    def summary(self) -> str:
-        """Return what the margins are made of, for a line of the log."""
-        text = f'{self.num_pairs} pairs graded by "{self.column}"{self.margins}'
-        return f"{text}; omitted: {self._omitted_text()}" if self.omitted else text
-
-    def _omitted_text(self) -> str:
-        return ", ".join(f"{count} {reason}" for reason, count in self.omitted.items())
-
-    def why_no_pair(self) -> str | None:
-        """Return why there is no pair, or None if there is one or no row was read."""
-        if self.num_pairs or not self.omitted:
-            return None
-        return f'no pair has a better answer by "{self.column}": {self._omitted_text()}'

@@ -1,7 +1,7 @@
 """Rows of a list of sources: each source is read by itself, and its weight says how often its rows are used."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from rlhf_cli.data.tokens import speaks_in_turns
 from rlhf_cli.errors import RLHFError
 
 Row = TypeVar("Row")
-MARGIN_HINT = "give all sources a margin, or none; data.margin_per_point: 0 takes those of grades and ratings away"
+MARGIN_HINT = "give all sources a margin, or none; for grades or ratings margin_per_point of a source sets it, 0 none"
 
 
 def read_parts(source: DataSource, read: Callable[[DataSource], Rows[Row]], tokenizer: Any) -> Rows[Row]:
@@ -32,8 +32,7 @@ def read_parts(source: DataSource, read: Callable[[DataSource], Rows[Row]], toke
     merged = _merged(source, parts)
     counts = []
     for number, rows in enumerate(parts):
-        seed = derive_seed(source.seed, "mix", number)
-        used = _drawn(rows, seed)
+        used = drawn(rows, rows.source, seed_of(source, number))
         merged += used
 
         name = rows.source.shown()
@@ -82,15 +81,22 @@ def _has_margin(rows: Rows[Any]) -> bool:
     return isinstance(rows[0], dict) and "margin" in rows[0]
 
 
-def _drawn(rows: Rows[Row], seed: int) -> list[Row]:
-    """Return the rows `weight` times: whole times in their order, and of the last time a draw of them in order."""
-    weight = rows.source.weight
+def seed_of(source: DataSource, number: int) -> int:
+    """Return the seed of the rows that a weight draws of a list's source."""
+    return derive_seed(source.seed, "mix", number)
+
+
+def drawn(rows: Sequence[Row], source: DataSource, seed: int) -> list[Row]:
+    """Return a source's rows `weight` times: whole times in their order, and of the last time a draw in order.
+
+    Raises RLHFError D23 if none is left.
+    """
     usable = len(rows)
-    count = round(weight * usable)
+    count = round(source.weight * usable)
     if count == 0:
-        text = f"weight {weight:g} of {rows.source.shown()} leaves none of its {usable} rows"
+        text = f"weight {source.weight:g} of {source.shown()} leaves none of its {usable} rows"
         hint = f"raise it to at least {1 / usable:.2g}"
-        raise RLHFError("D23", text, where=rows.source.where, hint=hint)
+        raise RLHFError("D23", text, where=source.where, hint=hint)
 
     times, rest = divmod(count, usable)
     generator = random.Random(seed)

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.columns import system_text
 from rlhf_cli.data.conversions import STORED_MESSAGES
-from rlhf_cli.data.grades import GRADES, MARGIN_PER_GRADE, UNRATED, Margins, grade_of
+from rlhf_cli.data.grades import GRADES, MARGIN_PER_GRADE, UNRATED, JudgedPairs, Note, grade_of
 from rlhf_cli.data.readers import BadRow, Row, RowIterator, RowLocation, describe_value
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.scales import check_scales
@@ -95,7 +96,12 @@ TWO_ANSWERS = ("response_0", "response_1")
 BETTER_OF_TWO = ("better_response_id", "safer_response_id")
 GRADED = "two answers and the grade of the preference"
 FORMS = (
-    RatedForm("lists of answers and scores", ("responses",), ("scores",), _of_lists),
+    RatedForm(
+        "lists of answers and scores",
+        ("responses",),
+        ("scores",),
+        _of_lists,
+    ),
     RatedForm(
         "UltraFeedback",
         ("completions",),
@@ -109,10 +115,34 @@ FORMS = (
         BETTER_OF_TWO,
         _of_numbered,
     ),
-    RatedForm(GRADED, ("response_1", "response_2"), GRADES, _of_graded, margin_per_point=MARGIN_PER_GRADE),
-    RatedForm(GRADED, ("response1", "response2"), GRADES, _of_graded, margin_per_point=MARGIN_PER_GRADE),
-    RatedForm("one rated answer a row", ("response",), (*SCORES, "label"), _of_one_answer, across_rows=True),
-    RatedForm("one rated answer a row", ("completion",), ("label", *SCORES), _of_one_answer, across_rows=True),
+    RatedForm(
+        GRADED,
+        ("response_1", "response_2"),
+        GRADES,
+        _of_graded,
+        margin_per_point=MARGIN_PER_GRADE,
+    ),
+    RatedForm(
+        GRADED,
+        ("response1", "response2"),
+        GRADES,
+        _of_graded,
+        margin_per_point=MARGIN_PER_GRADE,
+    ),
+    RatedForm(
+        "one rated answer a row",
+        ("response",),
+        (*SCORES, "label"),
+        _of_one_answer,
+        across_rows=True,
+    ),
+    RatedForm(
+        "one rated answer a row",
+        ("completion",),
+        ("label", *SCORES),
+        _of_one_answer,
+        across_rows=True,
+    ),
 )
 COLUMNS = frozenset({"rating"}.union(*(form.answers for form in FORMS)))  # names for data.columns
 
@@ -135,19 +165,16 @@ class PromptAnswers:
     answers: list[Answer] = field(default_factory=list)
 
 
-class RatedAnswers:
+class RatedAnswers(JudgedPairs):
     """Collection of a source's rated answers, which become pairs once all rows are read."""
 
     def __init__(self, form: RatedForm, rating: str, prompt: str, source: DataSource) -> None:
+        super().__init__(rating, source, form.margin_per_point)
         self.form = form
-        self.rating = rating
+        self.form_name = form.name
         self.prompt = prompt
-        self.source = source
-        self.margins = Margins.of(source, form.margin_per_point)
         self.prompts: dict[Any, PromptAnswers] = {}
-        self.omitted: Counter[str] = Counter()
         self.num_possible = 0
-        self.num_pairs = 0
         self.num_with_pairs = 0
         self.first: RowLocation | None = None
         self.are_labels = False
@@ -168,18 +195,40 @@ class RatedAnswers:
                     return cls(form, rating, prompt, source)
         return None
 
+    def pairs(self, rows: RowIterator, note: Note) -> RowIterator:
+        """Yield (location of the better answer, pair) in the order of the prompts; `note` gets the bad rows.
+
+        Raises RLHFError D21, or warns, as `scales.check_scales`.
+        """
+        for location, row in rows:
+            try:
+                self.add(location, row)
+            except BadRow as bad:
+                note(location, bad)
+
+        groups = [group.answers for group in self.prompts.values()]
+        gaps_count = bool(self.source.min_rating_gap or self.margin_per_point)
+        check_scales(groups, self.column, gaps_count=gaps_count)
+
+        for group in self.prompts.values():
+            pairs = self._pairs_of(group)
+            self.num_with_pairs += bool(pairs)
+            self.num_pairs += len(pairs)
+            for better, worse in pairs:
+                yield better.location, self._row(group.prompt, better, worse)
+
     def add(self, location: RowLocation, row: Row) -> None:
         """Add the answers of a row. Raises BadRow D12 without its columns, D21 for ratings that do not fit."""
         needed = [self.prompt, *self.form.answers]
         if not self.form.rates_inside:
-            needed.append(self.rating)
+            needed.append(self.column)
         for name in needed:
             if name not in row:
                 raise BadRow("D12", f'no column "{name}", which rows of {self.form.name} have')
 
         rated = []
-        for text, value in self.form.read(row, self.form, self.rating):
-            rating = rating_of(value, self.rating)
+        for text, value in self.form.read(row, self.form, self.column):
+            rating = rating_of(value, self.column)
             if rating is None:
                 self.omitted["answers without a rating"] += 1
                 continue
@@ -198,80 +247,76 @@ class RatedAnswers:
             self.are_labels = is_label
         if is_label != self.are_labels:
             kind = "a label" if self.are_labels else "a number"
-            raise BadRow("D21", f'"{self.rating}" is {value!r:.40} here, {kind} in {self.first.short}')
+            raise BadRow("D21", f'"{self.column}" is {value!r:.40} here, {kind} in {self.first.short}')
 
-    def check_scales(self) -> None:
-        """Raise RLHFError D21, or warn, as `scales.check_scales`."""
-        groups = [prompt.answers for prompt in self.prompts.values()]
-        gaps_count = bool(self.source.min_rating_gap or self.margins.per_point)
-        check_scales(groups, self.rating, gaps_count=gaps_count)
-
-    def pairs(self) -> RowIterator:
-        """Yield (location of the better answer, pair) in the order of the prompts."""
-        consumed = {self.prompt, self.rating, *self.form.answers, *self.source.columns.values()}
-        for group in self.prompts.values():
-            pairs = self._pairs_of(group)
-            self.num_with_pairs += bool(pairs)
-            self.num_pairs += len(pairs)
-            for better, worse in pairs:
-                further = {name: value for name, value in better.row.items() if name not in consumed}
-                pair = {
-                    "prompt": group.prompt,
-                    "chosen": better.text,
-                    "rejected": worse.text,
-                }
-                margin = self.margins.columns(better.rating - worse.rating)
-                yield better.location, further | pair | margin
+    def _row(self, prompt: Any, better: Answer, worse: Answer) -> Row:
+        """Return a pair with the further columns of its better answer."""
+        consumed = {self.prompt, self.column, *self.form.answers, *self.source.columns.values()}
+        further = {name: value for name, value in better.row.items() if name not in consumed}
+        pair = {
+            "prompt": prompt,
+            "chosen": better.text,
+            "rejected": worse.text,
+        }
+        return further | pair | self.margin(better.rating - worse.rating)
 
     def _pairs_of(self, group: PromptAnswers) -> list[tuple[Answer, Answer]]:
-        """Return the pairs of a prompt that data.pairs_per_prompt asks for, and count what is omitted."""
-        possible = self._comparisons(group)
-        self.num_possible += len(possible)
-        if possible:
-            return possible if self.source.pairs_per_prompt == "all" else [_best_and_another(possible)]
+        """Return the pairs of a prompt that data.pairs_per_prompt asks for, and count what is omitted.
 
-        reason = "prompts whose answers are rated alike"
-        if len(group.answers) < 2:
-            reason = "prompts of one answer"
-        self.omitted[reason] += 1
-        return []
-
-    def _comparisons(self, group: PromptAnswers) -> list[tuple[Answer, Answer]]:
-        """Return each pair (better, worse) of a prompt's answers whose ratings differ enough; count the others."""
+        A prompt without a pair is counted itself, not its ties.
+        """
         least = self.source.min_rating_gap
-        found = []
+        possible = []
+        omitted: Counter[str] = Counter()
         for better, worse in combinations(group.answers, 2):
             if worse.rating > better.rating:
                 better, worse = worse, better
             gap = better.rating - worse.rating
             if gap == 0:
-                self.omitted["ties"] += 1
+                omitted["ties"] += 1
             elif gap < least:
-                self.omitted[f"pairs closer than {least:g}"] += 1
+                omitted[f"pairs closer than {least:g}"] += 1
             else:
-                found.append((better, worse))
-        return found
+                possible.append((better, worse))
 
-    def summary(self) -> str:
-        """Return what the pairs are made of, for a line of the log."""
-        text = f'{self.form.name}: {self.num_pairs} pairs of {self.num_with_pairs} prompts by "{self.rating}"'
-        text += str(self.margins)
+        if not possible:
+            self.omitted[self._fault_of(group)] += 1
+            return []
+        self.omitted += omitted
+        self.num_possible += len(possible)
+        return possible if self.source.pairs_per_prompt == "all" else [_best_and_another(possible)]
+
+    def _fault_of(self, group: PromptAnswers) -> str:
+        """Return what a prompt without a pair is counted as."""
+        ratings = [answer.rating for answer in group.answers]
+        if not ratings:
+            return "prompts without a rated answer"
+        if len(ratings) == 1:
+            return "prompts of one rated answer"
+        if min(ratings) == max(ratings):
+            return "prompts whose answers are rated alike"
+        return f"prompts whose ratings differ by less than {self.source.min_rating_gap:g}"
+
+    def made_of(self) -> str:
+        """Return the number of pairs and what decided them."""
+        text = f'{self.form.name}: {self.num_pairs} pairs of {self.num_with_pairs} prompts by "{self.column}"'
         if self.num_possible > self.num_pairs:
             text += f" (data.pairs_per_prompt: all gives {self.num_possible})"
-        return f"{text}; omitted: {self._omitted_text()}" if self.omitted else text
-
-    def _omitted_text(self) -> str:
-        return ", ".join(f"{count} {reason}" for reason, count in self.omitted.items())
+        return text
 
     def why_no_pair(self) -> str | None:
-        """Return why there is no pair, or None if there is one or no answer was read."""
-        ratings = [answer.rating for group in self.prompts.values() for answer in group.answers]
-        if self.num_pairs or not ratings:
+        """Return why there is no pair, or None if there is one or no row was read."""
+        if self.num_pairs or not self.prompts:
             return None
-        if len(set(ratings)) == 1:
-            value = bool(ratings[0]) if self.are_labels else f"{ratings[0]:g}"
-            return f'"{self.rating}" is {str(value).lower()} of all {len(ratings)} answers: none is better than another'
-        return f'no two answers to one prompt differ enough in "{self.rating}": {self._omitted_text()}'
+        groups = [group.answers for group in self.prompts.values()]
+        ratings = [answer.rating for answer in chain.from_iterable(groups)]
+        if len(set(ratings)) != 1:
+            return f'no prompt has a better and a worse answer by "{self.column}": {self.omitted_text()}'
+
+        value = f"{ratings[0]:g}"
+        if self.are_labels:
+            value = "true" if ratings[0] else "false"
+        return f'"{self.column}" is {value} of all {len(ratings)} answers: none is better than another'
 
 
 def _prompt_column(row: Row) -> str | None:
@@ -300,34 +345,37 @@ def rating_of(value: Any, column: str) -> float | None:
 
 def _best_and_another(pairs: list[tuple[Answer, Answer]]) -> tuple[Answer, Answer]:
     """Return the pair of the best answer and one of the worse ones, drawn by a hash of their texts."""
-
-    def rating(pair: tuple[Answer, Answer]) -> float:
-        return pair[0].rating
-
-    best, _ = max(pairs, key=rating)
+    best, _ = max(pairs, key=lambda pair: pair[0].rating)
     worse = [second for first, second in pairs if first is best]
+
     texts = [answer.text for answer in worse]
-    drawn = derive_seed(0, repr(texts)) % len(worse)
-    return best, worse[drawn]
+    number = derive_seed(0, repr(texts)) % len(worse)
+    return best, worse[number]
 
 
 def _columns_of_ratings(row: Row, form: RatedForm) -> Mapping[str, Any]:
     """Return where the names of ratings are looked up: the row, or its first answer that is an object."""
     if not form.rates_inside:
         return row
-    answers = row[form.answers[0]]
-    objects = [answer for answer in answers if isinstance(answer, dict)] if isinstance(answers, list) else []
-    return objects[0] if objects else {}
+    (column,) = form.answers
+    answers = row[column]
+    if not isinstance(answers, list):
+        return {}
+    objects = (answer for answer in answers if isinstance(answer, dict))
+    return next(objects, {})
 
 
 def _mean_of_aspects(aspects: Any) -> float | None:
     """Return the mean of UltraFeedback's ratings of an answer, without those that are not given."""
     if not isinstance(aspects, dict):
         return None
-    given = [aspect.get("Rating") for aspect in aspects.values() if isinstance(aspect, dict)]
-    ratings = [rating_of(value, "Rating") for value in given]
-    known = [rating for rating in ratings if rating is not None]
-    return sum(known) / len(known) if known else None
+    known = []
+    for aspect in aspects.values():
+        value = aspect.get("Rating") if isinstance(aspect, dict) else None
+        rating = rating_of(value, "Rating")
+        if rating is not None:
+            known.append(rating)
+    return fmean(known) if known else None
 
 
 def _list(row: Row, column: str) -> list[Any]:

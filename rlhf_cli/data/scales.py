@@ -1,7 +1,8 @@
 """Ratings of two scales in one source, such as 0 to 1 beside 1 to 10.
 
 One mixture is nearly certain: all fractions are below 1, although there are whole ratings far above. Of a single scale
-some of that many fractions are between its larger numbers, too.
+some of that many fractions are between its larger numbers, too, or none is in the upper half of 0 to 1: ratios such as
+1/8, 1/4, 1/2, 1, 4, 8.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ LEAST_WHOLE = 3  # a whole rating from here on is of a scale beyond 1
 LIKELY = 3  # fractions
 CERTAIN = 5  # fractions, and as many whole ratings from LEAST_WHOLE on
 CERTAIN_DIFFERENT = 3  # fractions
-HINT = "bring all ratings to one scale, for example those up to 1 by a factor"
+HINT = "bring all ratings to one scale, for example those up to 1 by a factor; if all are of one, write whole numbers"
 
 
 class Rated(Protocol):
@@ -35,7 +36,7 @@ def check_scales(groups: Sequence[Sequence[Rated]], rating: str, *, gaps_count: 
     answers = list(chain.from_iterable(groups))
     fractions = [answer for answer in answers if not _is_whole(answer)]
     whole = [answer for answer in answers if _is_far_above_one(answer)]
-    if len(fractions) < LIKELY or not whole or any(not 0 < answer.rating < 1 for answer in fractions):
+    if len(fractions) < LIKELY or not whole or not _are_of_0_to_1([answer.rating for answer in fractions]):
         return
 
     low = fractions[0]
@@ -54,6 +55,10 @@ def check_scales(groups: Sequence[Sequence[Rated]], rating: str, *, gaps_count: 
     if is_certain and (mixed or gaps_count):
         raise RLHFError("D21", text, where=str(low.location), hint=HINT)
     terminal.warn("D21", text, where=str(low.location), hint=HINT)
+
+
+def _are_of_0_to_1(fractions: Sequence[float]) -> bool:
+    return min(fractions) > 0 and 0.5 < max(fractions) < 1
 
 
 def _is_whole(answer: Rated) -> bool:

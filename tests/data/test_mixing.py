@@ -150,6 +150,36 @@ def test_a_saved_list_is_read_from_elsewhere(here: Path) -> None:
     )
 
 
+def test_each_source_has_margins_of_its_own(here: Path, tokenizer: Any) -> None:
+    stars = {"path": "rated.jsonl", "columns": {"prompt": "question"}, "margin_per_point": 0.25}
+    write([stars, {"path": "margins.jsonl"}, {"path": "labels.jsonl", "margin_per_point": 2}])
+    found = training_rows.read_split(reward(), "train", tokenizer)  # type: ignore[arg-type]
+    assert [row["margin"] for row in found] == [0.25] * 6 + [1.0] * 10 + [2.0] * 4
+
+    write([{**stars, "min_rating_gap": 0.5, "pairs_per_prompt": "all"}])
+    [part] = reward().sources()["data.train"].parts
+    assert (part.min_rating_gap, part.pairs_per_prompt, part.margin_per_point) == (0.5, "all", 0.25)
+
+
+def test_margins_in_some_sources_are_of_no_use_to_dpo(here: Path, tokenizer: Any) -> None:
+    write([{"path": "pairs.jsonl"}, {"path": "margins.jsonl"}])
+    text = Path("reward.yaml").read_text()
+    Path("dpo.yaml").write_text(text.replace("reward:", "dpo:"))
+    config = configs.load("dpo", "dpo.yaml")
+    found = training_rows.read_split(config, "train", tokenizer)  # type: ignore[arg-type]
+    assert len(found) == 20 and not any("margin" in row for row in found)
+
+
+def test_labels_of_held_out_prompts_are_refused_anywhere_in_a_list(here: Path) -> None:
+    labels = here / "labels" / "compare"
+    labels.mkdir(parents=True)
+    (labels / "settings.json").write_text('{"compares": true}')
+    for name in ("labels", "candidates"):
+        jsonl.write_jsonl(labels / f"{name}.jsonl", [])
+    write([{"path": "pairs.jsonl"}, {"path": "labels/compare"}])
+    assert refused(check("reward.yaml", "-q"), "C17", "reward.yaml:6", "holds labels of the evaluation's prompts")
+
+
 # What stands under data.train, code, place, what is said.
 BAD: list[tuple[Any, str, str, tuple[str, ...]]] = [
     ([], "C06", "reward.yaml:4", ("data.train: needs at least 1, got 0",)),

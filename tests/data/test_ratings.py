@@ -155,9 +155,38 @@ def test_what_is_omitted_is_counted(tokenizer: Any, tmp_path: Path, capsys: pyte
     data.preference_rows(source(tmp_path, rows), tokenizer, max_length=None)
     said = (
         'one rated answer a row: 1 pairs of 1 prompts by "label" (data.pairs_per_prompt: all gives 2); omitted: '
-        "1 answers without a rating, 2 ties, 1 prompts of one answer, 1 prompts whose answers are rated alike"
+        "1 answers without a rating, 1 ties, 1 prompts of one rated answer, 1 prompts whose answers are rated alike"
     )
     assert said in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_prompt_is_counted_once_by_why_it_has_no_pair(
+    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = [[1, 5], [2, 2], [2, 3], [None, 4], [None, "N/A"]]
+    rows = []
+    for number, pair in enumerate(scores):
+        rows.append({"prompt": f"Say {number}", "responses": [" a", " b"], "scores": pair})
+    data.preference_rows(source(tmp_path, rows, min_rating_gap=2), tokenizer, max_length=None)
+    said = (
+        "omitted: 1 prompts whose answers are rated alike, 1 prompts whose ratings differ by less than 2, "
+        "3 answers without a rating, 1 prompts of one rated answer, 1 prompts without a rated answer"
+    )
+    found = capsys.readouterr().err.replace("\n", " ")
+    assert sorted(said.removeprefix("omitted: ").split(", ")) == sorted(found.strip().split("omitted: ")[1].split(", "))
+
+
+def test_prompts_are_read_without_their_pairs(tokenizer: Any, tmp_path: Path) -> None:
+    alike = {"instruction": "Why", "completions": [scored(" a", overall_score=1), scored(" b", overall_score=1)]}
+    found = data.prompt_rows(source(tmp_path, [ULTRAFEEDBACK, alike]), tokenizer, max_length=None)
+    assert [prompt.text for prompt in found] == ["Say", "Why"]
+
+
+def test_the_form_of_prompts_is_that_of_the_first_row_alone(tmp_path: Path) -> None:
+    file = source(tmp_path, [ULTRAFEEDBACK] * 3)
+    with open(file.name, "a") as rows:
+        rows.write("no JSON\n")
+    assert data.prompt_form(file) == "text"
 
 
 def test_the_worse_answer_is_drawn_of_all_and_the_same_each_time(tokenizer: Any, tmp_path: Path) -> None:
@@ -204,8 +233,8 @@ def test_bad_ratings(row: dict[str, Any], code: str, text: str, tokenizer: Any, 
 NONE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([labelled("Say", " a", True), labelled("Say", " b", True)], {}, '"label" is true of all 2 answers'),
     ([one("Say", " a", 3), one("Why", " b", 3)], {}, '"helpfulness" is 3 of all 2 answers'),
-    ([one("Say", " a", 3), one("Why", " b", 2)], {}, 'differ enough in "helpfulness": 2 prompts of one answer'),
-    ([LISTS], {"min_rating_gap": 2}, 'differ enough in "scores": 1 pairs closer than 2, 1 prompts whose answers are'),
+    ([one("Say", " a", 3), one("Why", " b", 2)], {}, 'worse answer by "helpfulness": 2 prompts of one rated answer'),
+    ([LISTS], {"min_rating_gap": 2}, 'worse answer by "scores": 1 prompts whose ratings differ by less than 2'),
 ]
 
 

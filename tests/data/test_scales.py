@@ -52,7 +52,7 @@ def test_two_scales_are_refused(name: str, tokenizer: Any, tmp_path: Path) -> No
     [problem] = error.value.problems
     assert (problem.code, problem.text) == ("D21", text)
     assert problem.where and problem.where.endswith(f"rated.jsonl:{line}")
-    assert problem.hint == "bring all ratings to one scale, for example those up to 1 by a factor"
+    assert problem.hint and problem.hint.startswith("bring all ratings to one scale, for example those up to 1")
 
 
 def test_prompts_need_no_scale(tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +83,7 @@ ONE_SCALE = {
     "means": [(0.3, 4.7), (0.9, 8), (0.25, 3), (0.6, 5)] * 3,
     "percent": [(0.5, 100), (0.25, 99.5), (0.75, 50)] * 3,
     "below 0": [(-0.5, 3), (0.5, 4), (0.25, 5), (0.75, 6)] * 3,
+    "ratios": [(0.125, 4), (0.25, 8), (0.5, 4), (1, 8)] * 3,
     "up to 2": [(0.5, 2), (0.25, 1), (0.75, 2)] * 3,
 }
 

@@ -26,6 +26,7 @@ from rlhf_cli.config.machinery.fields import with_current_names
 from rlhf_cli.config.machinery.paths import path_values, resolve_paths
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sources import DataSource
+from rlhf_cli.data import mixing
 from rlhf_cli.data.labels import are_of_held_out_prompts, is_labels_folder
 from rlhf_cli.data.texts import Pair
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
@@ -144,12 +145,12 @@ def _read_pairs(run: Path, reward: RewardConfig, labels: Sequence[str]) -> dict[
 
     All have one form: conversations if some are and the model has a chat template, else texts.
     """
-    sources = {key: replace(source, share=None) for key, source in reward.sources().items() if key == TRAIN}
+    sources = {TRAIN: reward.sources()[TRAIN]}
     if reward.data.eval is not None:
         sources[EVAL] = reward.sources()[EVAL]
     for name in labels:
         sources[_key(name)] = DataSource(str(run / LABELS_FOLDER / name), format=reward.data.format)
-    pairs = {key: data.preference_pairs(source, reads_system_texts=False).pairs for key, source in sources.items()}
+    pairs = {key: _pairs_of(source) for key, source in sources.items()}
 
     are_texts = [isinstance(pair.prompt, str) for each in pairs.values() for pair in each]
     if all(are_texts):
@@ -157,6 +158,15 @@ def _read_pairs(run: Path, reward: RewardConfig, labels: Sequence[str]) -> dict[
     parent = open_reference(reward, references(reward)[0])
     has_template = bool(load_tokenizer(parent.model).chat_template)
     return {key: [_in_form(pair, has_template=has_template) for pair in each] for key, each in pairs.items()}
+
+
+def _pairs_of(source: DataSource) -> list[Pair]:
+    """Return all pairs of a source, or those of each source of a list as often as its weight says."""
+    pairs = []
+    for number, part in enumerate(source.each()):
+        read = data.preference_pairs(replace(part, share=None), reads_system_texts=False)
+        pairs += mixing.drawn(read.pairs, part, mixing.seed_of(source, number))
+    return pairs
 
 
 def _in_form(pair: Pair, *, has_template: bool) -> Pair:

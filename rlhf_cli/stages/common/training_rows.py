@@ -62,7 +62,8 @@ def read_split(
         if packing_strategy(config) in SPLITTING_STRATEGIES:
             max_length = None
     else:
-        read = partial(data.preference_rows, on_identical=config.data.on_identical)
+        has_margins = config.stage == "reward"
+        read = partial(data.preference_rows, on_identical=config.data.on_identical, margins=has_margins)
 
     hint = _longer_rows_hint(config, model_config)
     return reading.read_rows(config, key, read, tokenizer, max_length=max_length, longer_hint=hint, sample=sample)
@@ -70,11 +71,11 @@ def read_split(
 
 def _refuse_held_out_labels(config: TRLConfig) -> None:
     """Raise RLHFError C17 if data.train is labels of the prompts that the evaluation asks."""
-    source = config.sources()["data.train"]
-    if are_of_held_out_prompts(Path(source.name)):
-        text = f"data.train: {source.shown()} holds labels of the evaluation's prompts (rlhf label --compare)"
-        hint = "train on labels that were made without --compare; these can be a judge in eval.yaml"
-        raise RLHFError("C17", text, where=source.where, hint=hint)
+    for source in config.sources()["data.train"].each():
+        if are_of_held_out_prompts(Path(source.name)):
+            text = f"data.train: {source.shown()} holds labels of the evaluation's prompts (rlhf label --compare)"
+            hint = "train on labels that were made without --compare; these can be a judge in eval.yaml"
+            raise RLHFError("C17", text, where=source.where, hint=hint)
 
 
 def _max_prompt_length(config: SFTConfig, model_config: Any) -> int:

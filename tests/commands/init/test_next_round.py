@@ -169,6 +169,19 @@ def test_old_pairs_of_any_form_are_read_with_the_labels(run: Path, form: str) ->
     assert kept.keys() <= {"train", "eval", "format", "eval_fraction", "split_seed"}
 
 
+def test_pairs_of_a_list_are_written_as_often_as_their_weights_say(run: Path) -> None:
+    jsonl.write_jsonl(run / "more.jsonl", pairs(lambda text: f"more {text}"))
+    sources = [{"path": "pairs.jsonl", "weight": 0.5}, {"path": "more.jsonl", "weight": 2}]
+    finish(run, {"train": sources})
+    result = must_succeed(rlhf("init", "next", run, "two"))
+    assert "50 pairs of one, and new ones of its labels: people 2\n" in result.stdout
+
+    prompts = [row["prompt"] for row in rows("two/data/pairs.jsonl")]
+    more = [f"more {text}" for text in PROMPTS]
+    assert prompts[10:50] == more + more and set(prompts[:10]) < set(PROMPTS)
+    assert yaml.safe_load(Path("two/reward.yaml").read_text())["data"] == {"train": "data/pairs.jsonl"}
+
+
 def test_what_cannot_be_a_round_is_refused_and_writes_nothing(run: Path) -> None:
     fails(rlhf("init", "next", run, "two", "--labels", "peple"), "C07", "labels of compare, people", "did you mean")
     fails(rlhf("init", "next", run), "C11", "rlhf init next runs/round1 runs/round2")
