@@ -1,4 +1,4 @@
-"""docs/ppo.md and docs/tuning.md say what the code has: functions, tests, recipes, and every key of every log."""
+"""docs/ppo.md and docs/metrics.md say what the code has: functions, tests, recipes, and every key of every log."""
 
 import ast
 import json
@@ -120,7 +120,7 @@ def names(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["ppo.md", "tuning.md", "evaluation.md", "results/guarantees.md"])
+@pytest.mark.parametrize("page", ["ppo.md", "metrics.md", "evaluation.md", "results/guarantees.md"])
 def test_every_test_that_is_named_exists(page: str) -> None:
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / page).read_text(encoding="utf-8")))
     missing = [place for place in named if not (ROOT / place[0]).is_file() or place[1] not in names(ROOT / place[0])]
