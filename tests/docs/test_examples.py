@@ -1,4 +1,4 @@
-"""docs/rewards.md, docs/scaling.md and docs/config.md: examples load, and every option is listed with its default."""
+"""docs/rewards.md, docs/adapters.md and docs/config.md: examples load, and every option is listed with its default."""
 
 import inspect
 import re
@@ -18,7 +18,7 @@ from rlhf_cli.rewards.signature import TextRows
 
 ROOT = Path(__file__).parents[2]
 REWARDS = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
-ADAPTERS = (ROOT / "docs/scaling.md").read_text(encoding="utf-8").partition("## Adapters")[2].partition("\n## ")[0]
+ADAPTERS = (ROOT / "docs/adapters.md").read_text(encoding="utf-8")
 REWARD_EXAMPLES = re.findall(r"```yaml\n(.*?)```", REWARDS, re.DOTALL)
 ADAPTER_EXAMPLES = re.findall(r"```yaml\n# (sft|reward|ppo)\.yaml.*?\n(.*?)```", ADAPTERS, re.DOTALL)
 
