@@ -242,7 +242,7 @@ def test_batches_of_0_11_by_brute_force() -> None:
     ("text", "batch", "note"),
     [
         ("PPOv2Config({})", (2, 16, 4), "32 episodes per update, optimizer steps per epoch: 4"),
-        ("PPOConfig({})", (2, 4, 4), "; TRL made other numbers of them, see docs/commands.md"),
+        ("PPOConfig({})", (2, 4, 4), "; TRL made other numbers of them, see docs/convert.md"),
     ],
 )
 def test_batches_of_the_newer_trainer(text: str, batch: tuple[int, int, int], note: str) -> None:

@@ -195,7 +195,7 @@ def _batches(conversion: Conversion) -> None:
     elif "PPOv2Config" in conversion.source.classes:  # before 0.17
         parts *= minibatches
     elif minibatches > 1:
-        other_versions = "; TRL made other numbers of them, see docs/commands.md"
+        other_versions = "; TRL made other numbers of them, see docs/convert.md"
 
     steps = f"{rows * parts} episodes per update, optimizer steps per epoch: {minibatches}{other_versions}"
     values = zip(BATCH_KEYS, sizes.items(), (rows, parts, minibatches), ("", "", steps), strict=True)
