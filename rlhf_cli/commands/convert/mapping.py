@@ -224,7 +224,7 @@ def _rewards(conversion: Conversion) -> None:
     for name in ("reward_model", "reward_model_path"):
         value = str(conversion.options.get(name, ""))
         if URL.match(value):
-            note = 'it must answer {"scores": [...]}, or set protocol; see docs/rewards.md'
+            note = 'it must answer {"scores": [...]}, or set protocol; see docs/reward-endpoints.md'
             conversion.set("rewards.server.url", name, value, note)
         elif ":" in value and name == "reward_model":
             conversion.set("rewards.classifier.pipeline", name, value.partition(":")[2])
