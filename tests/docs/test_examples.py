@@ -1,4 +1,4 @@
-"""The pages of rewards, docs/adapters.md and docs/config.md: examples load, and every option is listed with its default."""
+"""The pages of rewards, adapters and the config: examples load, and every option is listed with its default."""
 
 import inspect
 import re
