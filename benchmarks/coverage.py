@@ -4,7 +4,7 @@
 
 Each world draws answers whose truth is known, makes the section of report.json or the card by the functions of a real
 run, and yields whether each of its intervals covers. Rows of one prompt depend on one another. The table is in
-docs/evaluation.md; tests/benchmarks/test_coverage.py holds a part of it.
+docs/report-json.md; tests/benchmarks/test_coverage.py holds a part of it.
 """
 
 import argparse

@@ -130,7 +130,7 @@ def mean_intervals(values: Any, clusters: Clusters) -> tuple[Any, Any]:
 
     Each is the union of Student's interval and that of Hall's transformation, which corrects for skewness (1992,
     Journal of the Royal Statistical Society B 54(1), 221-228): the latter covers where rows are skewed, the former
-    where few rows differ from the others. Coverage: docs/evaluation.md.
+    where few rows differ from the others. Coverage: docs/report-json.md.
     """
     import numpy as np
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Run a stage on two simulated machines (network namespaces) with torchrun's rendezvous, as described in docs/scaling.md.
+# Run a stage on two simulated machines (network namespaces) with torchrun's rendezvous, as described in docs/several-gpus.md.
 # Needs root and iproute2: [NPROC=2] scripts/two_hosts.sh ppo runs/ci/ppo.yaml [KEY=VALUE ...], NPROC processes on each.
 set -euo pipefail
 stage=$1 config=$2

@@ -730,7 +730,7 @@ class PPOConfig(TrainingConfig):
             has_action = signal in watchdog.actions
             if has_action or not watchdog.is_default(signal):
                 key = f"ppo.watchdog.actions.{signal}" if has_action else f"ppo.watchdog.{signal}"
-                raise invalid(f"{key} has no effect without {what}", "docs/rewards.md has an example", key)
+                raise invalid(f"{key} has no effect without {what}", "docs/reward-hacking.md has an example", key)
 
     def identity(self) -> dict[str, Any]:
         """Return the keys that can change the result; a run can resume with a server at another address."""

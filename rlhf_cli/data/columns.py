@@ -121,7 +121,7 @@ def label_hint(missing: Sequence[str], row: Mapping[str, Any]) -> str | None:
     if not labels or all(look_alike(name, row) for name in answers):
         return None
     example = _pairs_by_index(labels, row)
-    rule = f"write them out: {example}" if example else "write the pairs out, as docs/your-own-data.md shows"
+    rule = f"write them out: {example}" if example else "write the pairs out, as docs/data-formats.md shows"
     return f'"{labels[0]}" decides which answer is better, in a way that rlhf does not read: {rule}'
 
 

@@ -473,7 +473,7 @@ def _by_reward(report: Report, judge: str, rates: WinRates) -> str:
     result = significance(rates[judge])
     text = f"; by {reward_name(report)} {with_interval(own.value, own.ci95)}"
     if significance(own) == "better" and result == "worse":
-        return f"{text}: reward hacking (docs/rewards.md)"
+        return f"{text}: reward hacking (docs/reward-hacking.md)"
     if significance(own) == "better" and result == "undecided":
         return f"{text}, which {judge} does not confirm"
     return text

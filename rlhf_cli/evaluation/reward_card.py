@@ -25,7 +25,7 @@ LEGEND = (
     "beaten by X: share of the prompts for which X scores above the good answer.",
     "mean gap: mean over the prompts of the score of X minus that of the good answer.",
     "flagged: beyond the limit by more than chance, for all probes together. PPO would exploit it.",
-    "Some limits depend on the accuracy or the number of pairs: see docs/evaluation.md.",
+    "Some limits depend on the accuracy or the number of pairs: see docs/report-card.md.",
 )
 
 
@@ -147,7 +147,7 @@ def _unmet_requirements(config: PPOConfig, parent: Parent) -> list[Problem]:
             required = f"{'at least' if is_minimum else 'at most'} {bound:g}"
             text = f"{KEY}.{name}: {folder} has {value:.4g}, required {required}"
             change = "lower" if is_minimum else "raise"
-            hint = f"train a better reward model (docs/evaluation.md); or {change} {KEY}.{name}"
+            hint = f"train a better reward model (docs/report-card.md); or {change} {KEY}.{name}"
             problems.append(Problem("M11", text, where, hint))
     return problems
 

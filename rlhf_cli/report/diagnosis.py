@@ -31,7 +31,7 @@ from rlhf_cli.statistics import FEWEST, gained, noise, rose_again, wilson, with_
 
 # early: too few updates; stale: out of date; open: absent, or not finished
 Grade = Literal["good", "early", "stale", "look", "bad", "open"]
-# Limits of docs/evaluation.md, "Badges", and docs/tuning.md (TRIVIAL).
+# Limits of docs/report-page.md, "Badges", and docs/metrics.md (TRIVIAL).
 CHANCE = 0.5  # accuracy of guessing
 TRIVIAL = 0.95  # accuracy above which the pairs may differ in something trivial
 OVERFIT = 1.05  # times the lowest held-out loss

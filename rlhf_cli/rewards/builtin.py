@@ -66,7 +66,7 @@ def builder(name: str) -> Callable[..., RewardFn]:
 def _parameter_hint(name: str, build: Callable[..., RewardFn]) -> str:
     """Return a hint that lists the parameters of a built-in reward."""
     parameters = [parameter for parameter in build.__annotations__ if parameter != "return"]
-    return f"{name} takes {', '.join(parameters)}; docs/rewards.md describes them"
+    return f"{name} takes {', '.join(parameters)}; docs/verifiers.md describes them"
 
 
 def _score_responses(score: Callable[[str], float]) -> RewardFn:

@@ -89,7 +89,7 @@ class Endpoint:
         except ValueError as error:
             raise self.error(f"answered {error}") from None
 
-    def error(self, problem: str, hint: str = "docs/rewards.md describes what it must answer") -> RLHFError:
+    def error(self, problem: str, hint: str = "docs/reward-endpoints.md describes what it must answer") -> RLHFError:
         return RLHFError("R05", f"{self.url} {problem}", hint=hint)
 
 

@@ -3,7 +3,7 @@
 `sandbox.passed_tests` starts this file as a script, with the standard library alone. The process sets its limits, gives
 up reading all files but Python's (Landlock, man 7 landlock) and all system calls but those listed in ALLOWED (seccomp,
 man 2 seccomp), and only then runs the code: no process or thread can be started, no file opened for writing, no network
-used, no signal sent. docs/reliability.md says what this does not promise.
+used, no signal sent. docs/security.md says what this does not promise.
 """
 
 import ctypes

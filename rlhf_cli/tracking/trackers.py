@@ -108,7 +108,7 @@ class Trackers:
             call(*arguments)
         except Exception as error:
             message = " ".join(str(error).split()) or "no message"
-            hint = "the run continues without it, and metrics.jsonl has all numbers; see docs/commands.md"
+            hint = "the run continues without it, and metrics.jsonl has all numbers; see docs/trackers.md"
             terminal.warn("R16", f"{name}: {type(error).__name__}: {message[:300]}", hint=hint)
             tracker = self._open.pop(name, None)
             if tracker:

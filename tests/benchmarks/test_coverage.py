@@ -22,7 +22,7 @@ RARE = [
     World("rare", policies, {"prompts": 30, "rows": 4, "kind": "rare"}, 400),
     World("card", lopsided, {"prompts": 100}, 300),
 ]
-DOES_NOT_HOLD = {"spreads differ by 0.7": 0.75}  # docs/evaluation.md: 0.86
+DOES_NOT_HOLD = {"spreads differ by 0.7": 0.75}  # docs/report-json.md: 0.86
 
 
 def band(runs: int) -> tuple[float, float]:

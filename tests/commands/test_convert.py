@@ -242,7 +242,7 @@ def test_batches_of_0_11_by_brute_force() -> None:
     ("text", "batch", "note"),
     [
         ("PPOv2Config({})", (2, 16, 4), "32 episodes per update, optimizer steps per epoch: 4"),
-        ("PPOConfig({})", (2, 4, 4), "; TRL made other numbers of them, see docs/commands.md"),
+        ("PPOConfig({})", (2, 4, 4), "; TRL made other numbers of them, see docs/convert.md"),
     ],
 )
 def test_batches_of_the_newer_trainer(text: str, batch: tuple[int, int, int], note: str) -> None:
@@ -288,7 +288,7 @@ def test_every_option_sets_a_key_or_has_a_reason(version: str) -> None:
         (NEW, {"dtype": "float16", "sft_model_path": "a/b"}, "dtype", "not one of auto, float32, bfloat16"),
         (NEW, {"kl_coef": "high"}, "kl_coef", "expected a number >= 0"),
         (NEW, {"total_episodes": 0}, "total_episodes", "must be >= 1, got 0"),
-        (NEW, {"deepspeed": "zero2.json"}, "deepspeed", "docs/scaling.md"),
+        (NEW, {"deepspeed": "zero2.json"}, "deepspeed", "docs/several-gpus.md"),
         (NEW, {"load_in_4bit": True}, "load_in_4bit", "models.dtype: bfloat16"),
         (NEW, {"dataset_name": "a/b", "dataset_train_split": "train[:1%]"}, "dataset_train_split", "data.max_rows"),
         (NEW, {"recipe": "reasoning"}, "recipe", "no such setting"),

@@ -1,4 +1,4 @@
-"""docs/rewards.md, docs/scaling.md and docs/config.md: examples load, and every option is listed with its default."""
+"""The pages of rewards, adapters and the config: examples load, and every option is listed with its default."""
 
 import inspect
 import re
@@ -17,8 +17,9 @@ from rlhf_cli.rewards.function import RewardContext, call_reward_fn, make_reward
 from rlhf_cli.rewards.signature import TextRows
 
 ROOT = Path(__file__).parents[2]
-REWARDS = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
-ADAPTERS = (ROOT / "docs/scaling.md").read_text(encoding="utf-8").partition("## Adapters")[2].partition("\n## ")[0]
+REWARD_PAGES = ("rewards", "reward-functions", "verifiers", "reward-endpoints", "reward-hacking")
+REWARDS = "\n".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in REWARD_PAGES)
+ADAPTERS = (ROOT / "docs/adapters.md").read_text(encoding="utf-8")
 REWARD_EXAMPLES = re.findall(r"```yaml\n(.*?)```", REWARDS, re.DOTALL)
 ADAPTER_EXAMPLES = re.findall(r"```yaml\n# (sft|reward|ppo)\.yaml.*?\n(.*?)```", ADAPTERS, re.DOTALL)
 

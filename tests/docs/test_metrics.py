@@ -1,4 +1,4 @@
-"""docs/ppo.md and docs/tuning.md say what the code has: functions, tests, recipes, and every key of every log."""
+"""docs/ppo.md and docs/metrics.md say what the code has: functions, tests, recipes, and every key of every log."""
 
 import ast
 import json
@@ -86,7 +86,7 @@ def test_every_key_of_a_stages_own_log_is_described(run_folder: Path) -> None:
     report = json.loads((run_folder / "eval/report.json").read_text())
     # Of a reward stage, of a PPO without snapshots, of a language model as judge.
     others = {"reward_model", "no_frontier", "judge_costs"}
-    for name in keys("report.json") - others:
+    for name in keys("Keys") - others:
         found = report
         for part in name.split("."):
             found = found[part]
@@ -120,7 +120,7 @@ def names(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["ppo.md", "tuning.md", "evaluation.md", "results/guarantees.md"])
+@pytest.mark.parametrize("page", ["ppo.md", "metrics.md", "report-json.md", "frontier.md", "results/guarantees.md"])
 def test_every_test_that_is_named_exists(page: str) -> None:
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / page).read_text(encoding="utf-8")))
     missing = [place for place in named if not (ROOT / place[0]).is_file() or place[1] not in names(ROOT / place[0])]

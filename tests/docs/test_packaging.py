@@ -151,7 +151,7 @@ def test_make_runs_a_stage_of_a_preset_or_of_a_folder(config: str, run: str, pre
 # Workflows
 
 
-PAGE = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/ci.md").read_text(encoding="utf-8")
 OURS = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```yml\n(.*?)```", PAGE, re.DOTALL)
 

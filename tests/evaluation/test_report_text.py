@@ -31,7 +31,7 @@ OWN = "; by the reward model"
         (
             {"gold": WORSE, "reward": BETTER},
             f"PPO loses to SFT: win rate 0.200 [0.100, 0.300] {BY_GOLD}{OWN} 0.800 [0.700, 0.900]: "
-            "reward hacking (docs/rewards.md)",
+            "reward hacking (docs/reward-hacking.md)",
         ),
         ({"gold": WORSE, "reward": WORSE}, f"12.30{OWN} 0.200 [0.100, 0.300]"),
         (

@@ -189,7 +189,7 @@ def test_the_table_is_printed_once_per_card(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_documentation_has_the_limits_of_the_code() -> None:
-    page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/report-card.md").read_text(encoding="utf-8")
     assert all(name in page for name in (*PROBE_LABELS.values(), *RewardRequirements.model_fields))
     for text in (
         f"beyond {reward_model.MAX_LENGTH_CORRELATION} ",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("tuning.md", "evaluation.md", "ppo.md")
+PAGES = ("metrics.md", "report-json.md", "ppo.md")
 METRICS, EVALUATION, ALGORITHM = ((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
 
 

@@ -21,7 +21,7 @@ CASES = {
     "long responses": Case("ppo", {**SIZES, "num_hidden_layers": 6}, {**UPDATES, **LONG}, prompt=16),
     "sft": Case("sft", {**SIZES, "vocab_size": 16_000, "num_hidden_layers": 4}, SFT, prompt=64, answer=128),
 }
-# glibc's malloc keeps freed memory below these sizes: a process holds more than its tensors (docs/scaling.md).
+# glibc's malloc keeps freed memory below these sizes: a process holds more than its tensors (docs/results/memory.md).
 MALLOC_RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 

@@ -195,7 +195,7 @@ def _batches(conversion: Conversion) -> None:
     elif "PPOv2Config" in conversion.source.classes:  # before 0.17
         parts *= minibatches
     elif minibatches > 1:
-        other_versions = "; TRL made other numbers of them, see docs/commands.md"
+        other_versions = "; TRL made other numbers of them, see docs/convert.md"
 
     steps = f"{rows * parts} episodes per update, optimizer steps per epoch: {minibatches}{other_versions}"
     values = zip(BATCH_KEYS, sizes.items(), (rows, parts, minibatches), ("", "", steps), strict=True)
@@ -224,7 +224,7 @@ def _rewards(conversion: Conversion) -> None:
     for name in ("reward_model", "reward_model_path"):
         value = str(conversion.options.get(name, ""))
         if URL.match(value):
-            note = 'it must answer {"scores": [...]}, or set protocol; see docs/rewards.md'
+            note = 'it must answer {"scores": [...]}, or set protocol; see docs/reward-endpoints.md'
             conversion.set("rewards.server.url", name, value, note)
         elif ":" in value and name == "reward_model":
             conversion.set("rewards.classifier.pipeline", name, value.partition(":")[2])

@@ -14,7 +14,7 @@ from rlhf_cli.errors import RLHFError, shell_path, shown
 FILE = "ppo.yaml"
 HEAD = """\
 # PPO settings of {name} for TRL {version}, converted by `rlhf convert`. A comment gives the TRL option of a key, and
-# its value in TRL if it differs. `rlhf explain KEY` describes a key; docs/commands.md lists differences from TRL.
+# its value in TRL if it differs. `rlhf explain KEY` describes a key; docs/convert.md lists differences from TRL.
 
 stage: ppo"""
 

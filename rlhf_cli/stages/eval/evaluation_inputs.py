@@ -135,7 +135,7 @@ def warn_of_selection_by_reward(config: EvalConfig) -> None:
     """Warn (C18) if a policy is selected by the reward it was trained on."""
     if config.eval.selection and config.eval.selection.judge == "reward":
         text = "eval.select: the reward is what PPO was trained on, and keeps rising while the quality falls"
-        hint = "select by a judge that PPO never saw (Gao et al. 2023, arXiv 2210.10760); see docs/evaluation.md"
+        hint = "select by a judge that PPO never saw (Gao et al. 2023, arXiv 2210.10760); see docs/frontier.md"
         terminal.warn("C18", text, where=config.where("eval.select"), hint=hint)
 
 

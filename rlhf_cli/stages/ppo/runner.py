@@ -180,7 +180,7 @@ class PPORunner:
 
     def _handle_alerts(self, alerts: Sequence[Alert]) -> None:
         """Log the watchdog's alerts, all before one stops the run, and take their actions. Raises StopTraining R13."""
-        hint = "read samples.jsonl; raise ppo.kl_coef, or fix the reward (docs/rewards.md)"
+        hint = "read samples.jsonl; raise ppo.kl_coef, or fix the reward (docs/reward-hacking.md)"
         trainer = self.trainer
         for alert in alerts:
             self.logs.watchdog.append({**asdict(alert), "kl_coef": trainer.kl_coef})
