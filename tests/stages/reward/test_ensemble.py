@@ -81,7 +81,7 @@ def test_a_kill_in_the_second_member_keeps_the_first(
 ) -> None:
     config = config_of(world, tmp_path, sft_stage, ensemble=3)
     ran = 0
-    real = trl_stage.reward.lifecycle.run_stage
+    real = trl_stage.reward_stage.lifecycle.run_stage
 
     def run_stage(*args: Any) -> None:
         nonlocal ran
@@ -90,7 +90,7 @@ def test_a_kill_in_the_second_member_keeps_the_first(
             real(*args)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(trl_stage.reward.lifecycle, "run_stage", run_stage)
+        patch.setattr(trl_stage.reward_stage.lifecycle, "run_stage", run_stage)
         trl_stage.run(config)
     assert stopped.value.code == 143
     first = folders_of(config)[1] / "manifest.json"

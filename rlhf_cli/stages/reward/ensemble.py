@@ -1,0 +1,46 @@
+"""Members of an ensemble: their entries in the manifest, and their scores of the held-out pairs."""
+
+from typing import Any
+
+from rlhf_cli import runs
+from rlhf_cli.config.reward import RewardConfig
+from rlhf_cli.evaluation import reward_model
+from rlhf_cli.models import devices, forward, load
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.runs.parents import parent_entry
+from rlhf_cli.runs.report import EnsembleCard
+from rlhf_cli.stages.common import lifecycle, trl_training
+from rlhf_cli.stages.common.training_rows import PairRows
+from rlhf_cli.stages.reward.scores import use_bf16
+
+
+def open_members(config: RewardConfig) -> dict[str, Any]:
+    """Return the manifest's entries of the other members, by number. Raises RLHFError M10 if one was damaged since."""
+    members = {}
+    for number, member in enumerate(config.other_members, start=2):
+        parent = runs.open_parent(
+            str(member.folder), expect=("reward",), key="reward.ensemble", where=config.where("reward.ensemble")
+        )
+        members[str(number)] = parent_entry(parent, config.folder).model_dump(exclude_none=True)
+    return members
+
+
+def measure_ensemble(config: RewardConfig, stage: lifecycle.StageRun, scorer: Any, rows: PairRows) -> EnsembleCard:
+    """Score the held-out pairs by each member, of which `scorer` is the first, and compare the scores."""
+    scores = [_scores_of_pairs(config, scorer, rows)]
+    for member in config.other_members:
+        other = trl_training.load_saved_model(load.load_reward_model, member, stage.options, base=None)
+        scores.append(_scores_of_pairs(config, other, rows))
+        del other
+    return reward_model.compare_members(scores)
+
+
+def _scores_of_pairs(config: RewardConfig, scorer: Any, rows: PairRows) -> list[float]:
+    """Return the scores of the chosen answers, then those of the rejected ones, as PPO sees them."""
+    prompts = [row["prompt_ids"] for row in rows]
+    chosen = [row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows]
+    rejected = [row["rejected_ids"][len(row["prompt_ids"]) :] for row in rows]
+    rollout = Rollout.from_lists(prompts * 2, chosen + rejected).to(scorer.device)
+    with devices.autocast(bf16=use_bf16(config)):
+        scores = forward.rollout_scores(scorer, rollout, max_rows=config.reward.per_device_eval_batch_size)
+    return list(map(float, scores))
