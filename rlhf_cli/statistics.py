@@ -180,7 +180,7 @@ def win_rate(
 
 
 def share_interval(points: Sequence[float], groups: Sequence[Hashable] | None = None) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of wins (1), ties (0.5) and losses (0).
+    """Return the 95 % interval of the mean of wins (1), ties (0.5) and losses (0), or of other values from 0 to 1.
 
     It is Wilson's, of as many independent rows without ties as give the mean the same variance. Rows of one of the
     `groups`, such as pairs of one prompt, depend on one another; then the quantile is Student's, and with ties it is
@@ -190,7 +190,7 @@ def share_interval(points: Sequence[float], groups: Sequence[Hashable] | None = 
 
     clusters = Clusters.of(len(points), groups)
     values = np.asarray(points, dtype=np.float64)
-    if clusters.dependent and 0.5 in values:
+    if clusters.dependent and set(points) <= {0, 0.5, 1} and 0.5 in values:
         return _win_loss_interval(values, clusters)
     rows = effective_rows(values, clusters)
     return wilson(float(values.mean()) * rows, rows, clusters.quantile if clusters.dependent else Z95)

@@ -10,6 +10,7 @@ from typing import Literal
 from rlhf_cli import runs
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.errors import Problem, RLHFError, read_error, shown
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.pipeline.decide import StageDecision, check_inputs_exist, plan_stages
@@ -71,12 +72,14 @@ def read_run_and_next(folder: Path, overrides: Sequence[str] = ()) -> tuple[Run,
 
 
 def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
-    """Return the stage folders of other runs inside this one that its configs start from."""
+    """Return the stage folders of other runs inside this one that its configs start from, or train as members."""
     run_folder = Path(os.path.abspath(root))
     bases: dict[Path, None] = {}
     for config in configs:
-        for reference in runs.references(config):
-            path = config.file.parent / reference.path  # one that does not exist is relative: it may be a hub id
+        members = config.other_members if isinstance(config, RewardConfig) else []
+        inputs = [reference.path for reference in runs.references(config)]
+        for name in [*inputs, *(member.folder for member in members)]:
+            path = config.file.parent / name  # one that does not exist is relative: it may be a hub id
             is_inside = path.name in STAGES and run_folder in path.parent.parents
             if is_inside and (has_output(path) or configs_in(path.parent)):
                 bases[path] = None
