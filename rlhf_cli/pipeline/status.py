@@ -77,8 +77,8 @@ def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
     bases: dict[Path, None] = {}
     for config in configs:
         members = config.other_members if isinstance(config, RewardConfig) else []
-        inputs = [reference.path for reference in runs.references(config)]
-        for name in [*inputs, *(member.folder for member in members)]:
+        names = [reference.path for reference in runs.references(config)]
+        for name in [*names, *(str(member.folder) for member in members)]:
             path = config.file.parent / name  # one that does not exist is relative: it may be a hub id
             is_inside = path.name in STAGES and run_folder in path.parent.parents
             if is_inside and (has_output(path) or configs_in(path.parent)):

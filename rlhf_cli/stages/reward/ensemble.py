@@ -1,9 +1,11 @@
 """Members of an ensemble: their entries in the manifest, and their scores of the held-out pairs."""
 
+from collections.abc import Callable
 from typing import Any
 
-from rlhf_cli import runs
+from rlhf_cli import runs, terminal
 from rlhf_cli.config.reward import RewardConfig
+from rlhf_cli.errors import shown
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.models import devices, forward, load
 from rlhf_cli.models.batch import Rollout
@@ -12,6 +14,17 @@ from rlhf_cli.runs.report import EnsembleCard
 from rlhf_cli.stages.common import lifecycle, trl_training
 from rlhf_cli.stages.common.training_rows import PairRows
 from rlhf_cli.stages.reward.scores import use_bf16
+
+
+def train_other_members(
+    config: RewardConfig,
+    stage: lifecycle.StageRun,
+    train: Callable[[RewardConfig, lifecycle.StageRun], None],
+) -> None:
+    """Train the members but the first, each as a separate stage, while the first is started: a stop resumes them."""
+    for number, member in enumerate(config.other_members, start=2):
+        terminal.say(f"reward   member {number} of {config.reward.ensemble}: {shown(member.folder)}")
+        lifecycle.run_stage_in(stage.process_group, member, stage.options, train)
 
 
 def open_members(config: RewardConfig) -> dict[str, Any]:

@@ -3,16 +3,15 @@
 from contextlib import ExitStack
 from typing import Any
 
-from rlhf_cli import data, terminal
+from rlhf_cli import data
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.reward import RewardConfig
-from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.models import devices
 from rlhf_cli.runs.report import KeptStep
 from rlhf_cli.stages.common import lifecycle, training_rows, trl_training
 from rlhf_cli.stages.reward.card import label_errors, make_report_card
-from rlhf_cli.stages.reward.ensemble import measure_ensemble, open_members
+from rlhf_cli.stages.reward.ensemble import measure_ensemble, open_members, train_other_members
 from rlhf_cli.stages.reward.normalize import ModelsInMemory, load_normalized
 from rlhf_cli.stages.reward.scores import reference_probes, use_bf16
 from rlhf_cli.stages.reward.training import load_tokenizer_and_models, make_trainer
@@ -32,17 +31,14 @@ DEBIASED = (
 def run(config: RewardConfig, options: Options) -> None:
     """Train a reward model and write RUN/reward; resume from the last checkpoint if there is one.
 
-    The other members of an ensemble are trained first, each as a separate stage. Raises RLHFError as
-    `lifecycle.run_stage`.
+    Raises RLHFError as `lifecycle.run_stage`.
     """
-    for number, member in enumerate(config.other_members, start=2):
-        terminal.say(f"reward   member {number} of {config.reward.ensemble}: {shown(member.folder)}")
-        lifecycle.run_stage(member, options, _train)
     lifecycle.run_stage(config, options, _train)
 
 
 def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
     process_group = stage.process_group
+    train_other_members(config, stage, _train)
     tokenizer, model, sft_model = load_tokenizer_and_models(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
