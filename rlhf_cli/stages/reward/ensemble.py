@@ -7,13 +7,12 @@ from rlhf_cli import runs, terminal
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.errors import shown
 from rlhf_cli.evaluation import reward_model
-from rlhf_cli.models import devices, forward, load
-from rlhf_cli.models.batch import Rollout
+from rlhf_cli.models import load
 from rlhf_cli.runs.parents import parent_entry
 from rlhf_cli.runs.report import EnsembleCard
 from rlhf_cli.stages.common import lifecycle, trl_training
 from rlhf_cli.stages.common.training_rows import PairRows
-from rlhf_cli.stages.reward.scores import use_bf16
+from rlhf_cli.stages.reward.scores import scaled_scores, use_bf16
 
 
 def train_other_members(
@@ -40,20 +39,20 @@ def open_members(config: RewardConfig) -> dict[str, Any]:
 
 def measure_ensemble(config: RewardConfig, stage: lifecycle.StageRun, scorer: Any, rows: PairRows) -> EnsembleCard:
     """Score the held-out pairs by each member, of which `scorer` is the first, and compare the scores."""
-    scores = [_scores_of_pairs(config, scorer, rows)]
+
+    def score_pairs(member: Any) -> list[float]:
+        return scaled_scores(
+            member,
+            [*rows, *rows],
+            ["chosen_ids"] * len(rows) + ["rejected_ids"] * len(rows),
+            config.reward.per_device_eval_batch_size,
+            stage.process_group,
+            bf16=use_bf16(config),
+        )
+
+    scores = [score_pairs(scorer)]
     for member in config.other_members:
         other = trl_training.load_saved_model(load.load_reward_model, member, stage.options, base=None)
-        scores.append(_scores_of_pairs(config, other, rows))
-        del other
+        scores.append(score_pairs(other))
+        del other  # before the next one is in memory
     return reward_model.compare_members(scores)
-
-
-def _scores_of_pairs(config: RewardConfig, scorer: Any, rows: PairRows) -> list[float]:
-    """Return the scores of the chosen answers, then those of the rejected ones, as PPO sees them."""
-    prompts = [row["prompt_ids"] for row in rows]
-    chosen = [row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows]
-    rejected = [row["rejected_ids"][len(row["prompt_ids"]) :] for row in rows]
-    rollout = Rollout.from_lists(prompts * 2, chosen + rejected).to(scorer.device)
-    with devices.autocast(bf16=use_bf16(config)):
-        scores = forward.rollout_scores(scorer, rollout, max_rows=config.reward.per_device_eval_batch_size)
-    return list(map(float, scores))

@@ -1,6 +1,8 @@
 """Raw scores of the saved reward model, and the probes that PPO must reproduce."""
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,18 +63,28 @@ def _batch_scores(scorer: Any, rows: list[list[int]], *, bf16: bool) -> list[flo
     return scores
 
 
+def scaled_scores(
+    scorer: Any,
+    rows: PairRows,
+    names: Sequence[str],
+    size: int,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+    *,
+    bf16: bool = False,
+) -> list[float]:
+    """Return the scores, as PPO sees them, of the answer of each row that `names` names: chosen_ids or rejected_ids."""
+    ids = [row[name] for row, name in zip(rows, names, strict=True)]
+    lengths = [len(answer) - len(row["prompt_ids"]) for row, answer in zip(rows, ids, strict=True)]
+    raw = raw_scores(scorer, ids, size, process_group, bf16=bf16)
+    return list(map(partial(forward.scale_scores, scorer.config), raw, lengths))
+
+
 def reference_probes(scorer: Any, rows: PairRows, *, bf16: bool = False) -> list[dict[str, Any]]:
     """Return some rows, chosen and rejected alternating, with the normalized scores PPO must reproduce (M09)."""
+    rows = rows[:NUM_PROBES]
+    names = ["rejected_ids" if number % 2 else "chosen_ids" for number in range(len(rows))]
     probes = []
-    for number, row in enumerate(rows[:NUM_PROBES]):
-        ids = row["rejected_ids" if number % 2 else "chosen_ids"]
+    for row, name, score in zip(rows, names, scaled_scores(scorer, rows, names, 1, bf16=bf16), strict=True):
         start = len(row["prompt_ids"])
-        (raw,) = raw_scores(scorer, [ids], 1, bf16=bf16)
-        probes.append(
-            {
-                "prompt_ids": ids[:start],
-                "response_ids": ids[start:],
-                "score": forward.scale_scores(scorer.config, raw, len(ids) - start),
-            }
-        )
+        probes.append({"prompt_ids": row[name][:start], "response_ids": row[name][start:], "score": score})
     return probes
