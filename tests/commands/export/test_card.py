@@ -210,7 +210,9 @@ def test_cards_of_sft_and_reward_models_describe_these_only(run: Path, tokenizer
     )
     assert "| flagged |" in reward and "mean little across prompts" in reward and "ensemble" not in reward
 
-    members = {number: {"path": f"../members/{number}/reward", "stage": "reward", "sha256": "other"} for number in ("2", "3")}
+    members = {
+        number: {"path": f"../members/{number}/reward", "stage": "reward", "sha256": "other"} for number in ("2", "3")
+    }
     change(run / "reward/manifest.json", members=members)
     assert "It is the first of 3 members of an ensemble" in card(run, tokenizer, "reward")
     named = {f"rewards.reward.models.{number}": entry for number, entry in members.items()}

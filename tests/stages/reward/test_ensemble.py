@@ -61,11 +61,11 @@ def scores_of(folder: Path, world: World) -> tuple[torch.Tensor, torch.Tensor]:
     return scores[0], scores[1]
 
 
-def test_members_are_runs_with_the_next_seeds_and_the_card_compares_them(
+def test_members_are_runs_with_seeds_of_their_own_and_the_card_compares_them(
     world: World, tmp_path: Path, sft_stage: Path, ensemble: RewardConfig
 ) -> None:
     manifest = manifest_of(ensemble)
-    alone = load("reward", ensemble.file, ["reward.ensemble=null", "seed=1", f"run={tmp_path}"])
+    alone = load("reward", ensemble.file, ["reward.ensemble=null", "seed=1000", f"run={tmp_path}"])
     assert train(alone)["model_sha256"] == manifest["members"]["2"]["sha256"] != manifest["model_sha256"]
     assert manifest["members"].keys() == {"2", "3"}
     assert manifest["members"]["3"]["path"] == "../members/3/reward"
