@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rlhf_cli import runs
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.data import sources
 from rlhf_cli.errors import collect_errors
 from rlhf_cli.runs.identity import StageStatus
@@ -89,7 +88,5 @@ def check_inputs_exist(configs: Mapping[str, Config], *, quick: bool = False) ->
         data = {key: source for key, source in config.sources().items() if not quick or sources.is_local(source)}
         checks.append(partial(sources.locate, data))
         checks.append(partial(runs.open_parents, config, tuple(outputs), hashed=not quick))
-        outputs.append(config.folder)
-        if isinstance(config, RewardConfig):
-            outputs += [member.folder for member in config.other_members]
+        outputs += [config.folder, *(member.folder for member in config.other_members)]
     collect_errors(*checks)

@@ -10,7 +10,6 @@ from typing import Literal
 from rlhf_cli import runs
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.errors import Problem, RLHFError, read_error, shown
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.pipeline.decide import StageDecision, check_inputs_exist, plan_stages
@@ -76,9 +75,8 @@ def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
     run_folder = Path(os.path.abspath(root))
     bases: dict[Path, None] = {}
     for config in configs:
-        members = config.other_members if isinstance(config, RewardConfig) else []
         names = [reference.path for reference in runs.references(config)]
-        for name in [*names, *(str(member.folder) for member in members)]:
+        for name in [*names, *(str(member.folder) for member in config.other_members)]:
             path = config.file.parent / name  # one that does not exist is relative: it may be a hub id
             is_inside = path.name in STAGES and run_folder in path.parent.parents
             if is_inside and (has_output(path) or configs_in(path.parent)):

@@ -166,6 +166,11 @@ def test_a_damaged_member_is_damage_of_the_stage(
     assert following.decisions["reward"].reason.startswith("damaged: member 2: ") and following.decisions["reward"].runs
     fails(rlhf("reward", config.file), "M05", "member 2: manifest.json is missing", exit_code=1)
 
+    models = {"sft": str(sft_stage), "reward": str(config.folder)}
+    world.config(tmp_path / "copy", "ppo", models=models, data={"prompts": str(world.sft)}, ppo=PPO)
+    result = must_succeed(rlhf("check", tmp_path / "copy"))
+    assert "members/2/reward, which the reward stage is to make" in result.stdout + result.stderr
+
 
 def test_bad_ensembles(world: World, tmp_path: Path, sft_stage: Path, ensemble: RewardConfig) -> None:
     for settings, text in (
