@@ -29,8 +29,9 @@ from rlhf_cli.demo import world
 from rlhf_cli.evaluation.kept_step import best_step, keep_step
 from rlhf_cli.jsonl import append_jsonl, write_jsonl
 from rlhf_cli.models import load, tokenizers
-from rlhf_cli.stages import reward
 from rlhf_cli.stages.common import training_rows
+from rlhf_cli.stages.reward import run as reward_stage
+from rlhf_cli.stages.reward.scores import raw_scores
 
 HELD_OUT_PAIRS = 1000
 DEALS = 200
@@ -100,7 +101,7 @@ def measure(training: Training) -> dict[str, Any]:
     """Train a case, and return the accuracies of its checkpoints."""
     config: Any = loading.load("reward", write_inputs(training))
     with label_smoothing(training.smoothing):
-        reward.run(config, Options())
+        reward_stage.run(config, Options())
 
     return score_checkpoints(config, training)
 
@@ -199,8 +200,8 @@ class Held:
 
     def right(self, model: Any) -> list[float]:
         """Return 1 for each pair whose chosen answer scores higher, 0.5 for a tie, else 0."""
-        chosen = reward.raw_scores(model, [row["chosen_ids"] for row in self.rows], 64)
-        rejected = reward.raw_scores(model, [row["rejected_ids"] for row in self.rows], 64)
+        chosen = raw_scores(model, [row["chosen_ids"] for row in self.rows], 64)
+        rejected = raw_scores(model, [row["rejected_ids"] for row in self.rows], 64)
         return [0.5 * ((a > b) + (a >= b)) for a, b in zip(chosen, rejected, strict=True)]
 
 

@@ -32,8 +32,11 @@ from rlhf_cli.evaluation.length_bias import LengthTrend, compare, fit_trend
 from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.models import devices, tokenizers
 from rlhf_cli.models.load import load_reward_model
-from rlhf_cli.stages import reward
+from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.stages.common import trainable_model, training_rows
+from rlhf_cli.stages.reward import normalize
+from rlhf_cli.stages.reward.card import scored_pairs
+from rlhf_cli.stages.reward.scores import raw_scores, use_bf16
 from rlhf_cli.statistics import with_interval
 
 SPAN = 0.5  # share of the answers that a local regression weighs at each length
@@ -93,7 +96,7 @@ def score(config: RewardConfig, count: int) -> dict[str, Any]:
 
     def scores(answers: list[list[int]]) -> list[float]:
         size = config.reward.per_device_eval_batch_size
-        return reward.raw_scores(scorer, answers, size, bf16=reward.use_bf16(config))
+        return raw_scores(scorer, answers, size, bf16=use_bf16(config))
 
     for answer, found in zip(sampled, scores(ids), strict=True):
         answer.score = found
@@ -107,7 +110,7 @@ def score(config: RewardConfig, count: int) -> dict[str, Any]:
 
     chosen = scores([row["chosen_ids"] for row in eval_rows])
     rejected = scores([row["rejected_ids"] for row in eval_rows])
-    pairs = reward.scored_pairs(eval_rows, chosen, rejected)
+    pairs = scored_pairs(eval_rows, chosen, rejected)
     named = [{**asdict(pair), "prompt": prompt_key(row)} for pair, row in zip(pairs, eval_rows, strict=True)]
     return {"sampled": list(map(asdict, sampled)), "trained": list(map(asdict, trained)), "pairs": named}
 
@@ -128,8 +131,8 @@ def sample(config: RewardConfig, tokenizer: Any, rows: Any, count: int) -> tuple
 
     settings = config.reward.model_copy(update={"normalize_samples": 2 * len(some)})
     twice = config.model_copy(update={"reward": settings})
-    ids = reward.sample_answers(twice, sft_model, parent, tokenizer, some, reward.SINGLE_PROCESS)
-    lengths = reward.answer_lengths(twice, parent, tokenizer, some, answers=ids)
+    ids = normalize.sample_answers(twice, sft_model, parent, tokenizer, some, SINGLE_PROCESS)
+    lengths = normalize.answer_lengths(twice, parent, tokenizer, some, answers=ids)
     answers = []
     for row, length, ended in zip(ids, lengths.tokens, lengths.ended, strict=True):
         prompt = " ".join(map(str, row[: len(row) - length]))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # `run(config, options)` of each stage is here; importing it loads torch.
 STAGE_MODULES = {
     "sft": "rlhf_cli.stages.sft",
-    "reward": "rlhf_cli.stages.reward",
+    "reward": "rlhf_cli.stages.reward.run",
     "dpo": "rlhf_cli.stages.dpo",
     "ppo": "rlhf_cli.stages.ppo.run",
     "eval": "rlhf_cli.stages.eval.run",

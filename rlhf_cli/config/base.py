@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, PrivateAttr
 
@@ -91,6 +91,11 @@ class Config(Section):
     def file(self) -> Path:
         """Return the absolute path of the YAML file."""
         return self._origin.file
+
+    @property
+    def other_members(self) -> list[Self]:
+        """Return the configs of the stages that this one trains beside its own: members of an ensemble."""
+        return []
 
     @property
     def folder(self) -> Path:

@@ -12,6 +12,8 @@ from rlhf_cli.config.sections import PairConfig, RewardModel, TrainerSettings
 SAMPLING_BATCH_SIZE = 64  # answers that are sampled at a time for reward.normalize
 MIN_DEBIAS_ANSWERS = 32  # of them tell the slope of score on length to 18 % of the scores' deviation
 
+MEMBER_SEEDS = 1000  # between the members' seeds: runs of neighbouring seeds (rlhf run --seeds) have no model in common
+
 
 class RewardSettings(TrainerSettings):
     """Reward modelling by TRL's RewardTrainer."""
@@ -69,12 +71,12 @@ class RewardConfig(PairConfig):
     def other_members(self) -> list[Self]:
         """Return the configs of the members of reward.ensemble but the first, which is this run's own reward model.
 
-        Member N is a separate stage in RUN/members/N, with the seed of this one plus N - 1.
+        Member N is a separate stage in RUN/members/N, with the seed of this one plus MEMBER_SEEDS (N - 1).
         """
         alone = self.reward.model_copy(update={"ensemble": None})
         members = []
         for number in range(2, (self.reward.ensemble or 1) + 1):
             run = Path(self.run, "members", str(number))
-            seed = (self.seed + number - 1) % 2**32
+            seed = (self.seed + MEMBER_SEEDS * (number - 1)) % 2**32
             members.append(self.model_copy(update={"run": str(run), "seed": seed, "reward": alone}))
         return members

@@ -43,7 +43,7 @@ def _gain_of_best_step(card: RewardModelCard) -> str:
         return "unknown; reward.eval_steps evaluates more"
     best = best_of(kept)
     last = kept.evaluated[-1]
-    gain = best.accuracy - last.accuracy
+    gain = best.accuracy - (kept.optimism or 0.0) - last.accuracy
     if kept.step != last.step:
         return f"had: {gain:.3f} of accuracy over the last step"
     if last.within_noise:

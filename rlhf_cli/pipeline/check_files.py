@@ -39,7 +39,7 @@ def check_files(
         report.add(config.stage, shown(config.file), f"config read{output}")
         _add_pending(stage, report)
         if whole_run and not stage.finished:
-            to_make.add(config.folder)
+            to_make |= {config.folder, *(member.folder for member in config.other_members)}
 
 
 def _find_data(stage: StageCheck, report: CheckReport) -> None:

@@ -455,7 +455,9 @@ class StageValidator:
             fields = tokenizers.manifest_fields(start.tokenizer, _first_end(start.tokenizer))
             manifest = runs.Manifest.model_validate(fields)
         parent = Parent("", config.folder, config.stage, config.folder / "model", sha256="", manifest=manifest)
-        self.pending_outputs[config.folder] = replace(start, parent=parent)
+        for each in (config, *config.other_members):
+            written = replace(parent, path=each.folder, model=each.folder / "model")
+            self.pending_outputs[each.folder] = replace(start, parent=written)
 
     def _read_rows(self, stage: StageCheck, key: str, read: Callable[[], data.Rows[Row]]) -> data.Rows[Row] | None:
         """Read the rows of a data key and add a line on them; None if the key has no file, or after an error."""

@@ -104,5 +104,5 @@ def check_inputs_exist(configs: Mapping[str, Config], *, quick: bool = False) ->
         data = {key: source for key, source in config.sources().items() if not quick or sources.is_local(source)}
         checks.append(partial(sources.locate, data))
         checks.append(partial(runs.open_parents, config, tuple(outputs), hashed=not quick))
-        outputs.append(config.folder)
+        outputs += [config.folder, *(member.folder for member in config.other_members)]
     collect_errors(*checks)

@@ -71,12 +71,13 @@ def read_run_and_next(folder: Path, overrides: Sequence[str] = ()) -> tuple[Run,
 
 
 def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
-    """Return the stage folders of other runs inside this one that its configs start from."""
+    """Return the stage folders of other runs inside this one that its configs start from, or train as members."""
     run_folder = Path(os.path.abspath(root))
     bases: dict[Path, None] = {}
     for config in configs:
-        for reference in runs.references(config):
-            path = config.file.parent / reference.path  # one that does not exist is relative: it may be a hub id
+        names = [reference.path for reference in runs.references(config)]
+        for name in [*names, *(str(member.folder) for member in config.other_members)]:
+            path = config.file.parent / name  # one that does not exist is relative: it may be a hub id
             is_inside = path.name in STAGES and run_folder in path.parent.parents
             if is_inside and (has_output(path) or configs_in(path.parent)):
                 bases[path] = None

@@ -103,8 +103,9 @@ def _check_disk(config: Config, checkpoint: int) -> None:
     kept = config.output.keep
     if isinstance(config, RewardConfig) and "data.eval" in config.sources() and config.reward.keeps_another_checkpoint:
         kept += 1
-    stages = [config, *config.other_members] if isinstance(config, RewardConfig) else [config]
-    count = sum(max(1, kept + 1 - len(runs.state_steps(each.folder / "state"))) for each in stages)
+    count = sum(
+        max(1, kept + 1 - len(runs.state_steps(each.folder / "state"))) for each in (config, *config.other_members)
+    )
     free = system.free_disk_bytes(config.folder)
     if free is None or count * checkpoint <= free:
         return

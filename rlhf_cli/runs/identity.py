@@ -4,6 +4,7 @@ A stage is up to date by content, never by dates: its config, and the hashes of 
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from rlhf_cli.files import (
 )
 from rlhf_cli.runs.checkpoints import newest_step
 from rlhf_cli.runs.layout import MANIFEST, REPORT, REPORT_PAGE, SNAPSHOTS
-from rlhf_cli.runs.manifest import read_manifest
+from rlhf_cli.runs.manifest import Manifest, read_manifest
 from rlhf_cli.runs.model_files import list_model_files
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import open_parents, open_reference, references
@@ -193,9 +194,22 @@ def stage_status(config: Config, expected: Mapping[str, Any], *, content: bool =
     manifest, problem = read_manifest(folder)
     files = select_files(manifest.files, _RESULT_FILES)
     problem = problem or find_damage(folder, files, where=shown(folder / MANIFEST), content=content)
+    problem = problem or _damaged_member(folder, manifest, content=content)
     if problem:
         return StageStatus("damaged", (problem,))
     return StageStatus("finished", sha256=manifest.model_sha256 or model_sha256(manifest.files, prefix=""))
+
+
+def _damaged_member(folder: Path, manifest: Manifest, *, content: bool) -> str | None:
+    """Return the problem with the first damaged one of an ensemble's other members, or None."""
+    for number, entry in manifest.members.items():
+        member = Path(os.path.normpath(folder / entry.path))
+        found, problem = read_manifest(member)
+        files = select_files(found.files, _RESULT_FILES)
+        problem = problem or find_damage(member, files, where=shown(member / MANIFEST), content=content)
+        if problem:
+            return f"member {number}: {problem}"
+    return None
 
 
 def _defaults(config: Config, keys: Iterable[str]) -> dict[str, Any]:

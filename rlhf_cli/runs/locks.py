@@ -92,6 +92,11 @@ def is_locked_here(folder: Path) -> bool:
     return folder in _exclusive
 
 
+def is_writing() -> bool:
+    """Return True if this process has locked any folder for writing."""
+    return bool(_exclusive)
+
+
 def _used_by_another(folder: Path, hint: str) -> RLHFError:
     owner = lock_owner(folder)  # only writers are recorded
     text = f"another process is {'writing' if owner else 'reading'} {shown(folder)}" + (f": {owner}" if owner else "")

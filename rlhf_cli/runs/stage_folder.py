@@ -31,7 +31,7 @@ from rlhf_cli.runs.checkpoints import clear_leftovers, keep_newest
 from rlhf_cli.runs.identity import StageStatus, links_beforehand, read_identity, require_current, stage_status
 from rlhf_cli.runs.integrity import own_stages, require_unchanged, verify_parents
 from rlhf_cli.runs.layout import MANIFEST, REPORT_PAGE, SNAPSHOTS
-from rlhf_cli.runs.locks import is_locked_here, lock_folder, lock_folder_shared, release, release_shared
+from rlhf_cli.runs.locks import is_locked_here, is_writing, lock_folder, lock_folder_shared, release, release_shared
 from rlhf_cli.runs.manifest import SCHEMA, write_manifest
 from rlhf_cli.runs.parents import Parent, parent_entry, sha256_with_base
 from rlhf_cli.trees import flatten
@@ -178,7 +178,7 @@ def _make_link_absolute(path: Path) -> None:
 def complete_stage(
     config: Config, identity: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]
 ) -> None:
-    """Write RUN/<stage>/manifest.json as the last file, and unlock the folder.
+    """Write RUN/<stage>/manifest.json as the last file, and unlock the folder, and the parents with the last of them.
 
     `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) override the manifest's own. Raises
     RLHFError M14 if `parents` changed since they were opened.
@@ -207,7 +207,8 @@ def complete_stage(
     sync_files(folder, names)
     write_manifest(folder, {**present, **fields})
     release(folder)
-    release_shared()
+    if not is_writing():  # a member of an ensemble is complete before the stage that trains it
+        release_shared()
 
 
 @contextmanager

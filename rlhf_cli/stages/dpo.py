@@ -36,9 +36,9 @@ from rlhf_cli.stages.common import (
 )
 from rlhf_cli.stages.common.cpu_loss import use_own_lm_head
 from rlhf_cli.stages.common.trainable_model import load_sft_model, load_tokenizer_and_model
+from rlhf_cli.stages.common.training_rows import PairRows
 from rlhf_cli.statistics import share_interval, with_interval
 
-PairRows = list[dict[str, Any]]
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # TRL asks in each step
 os.environ.setdefault("TQDM_DISABLE", "1")  # TRL's bar of precompute_ref_log_probs
 

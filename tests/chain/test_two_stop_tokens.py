@@ -20,8 +20,8 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages import reward
 from rlhf_cli.stages.common import lifecycle, model_loading, reading
+from rlhf_cli.stages.reward import normalize
 from tests.reference.comparison import compare_run, disagreements
 
 pytestmark = pytest.mark.full
@@ -126,13 +126,13 @@ def check(folder: Path, scored: list[tuple[list[int], int, float]]) -> None:
 
 def test_normalized_on_answers_that_end_as_the_pairs(stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
-    plain = reward.normalize_scores
+    plain = normalize.normalize_scores
 
     def recorded(config: Any, scorer: Any, rows: list[list[int]], lengths: Any, group: Any) -> Any:
         measured.append((rows, lengths.tokens))
         return plain(config, scorer, rows, lengths, group)
 
-    monkeypatch.setattr(reward, "normalize_scores", recorded)
+    monkeypatch.setattr(normalize, "normalize_scores", recorded)
     must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
     ((rows, lengths),) = measured
     stop, pad = ids(stages / "reward/model")

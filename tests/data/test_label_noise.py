@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_cli import data, jsonl
 from rlhf_cli.data.label_noise import label_noise
-from rlhf_cli.stages.reward import label_errors
+from rlhf_cli.stages.reward.card import label_errors
 
 
 def labels_of(counts: list[tuple[int, int]]) -> list[tuple[str, str]]:

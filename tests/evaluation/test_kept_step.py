@@ -99,6 +99,7 @@ def test_the_corrected_accuracy_is_on_the_card_of_a_chosen_step() -> None:
     (row,) = [row for row in card_rows(chosen) if "did not choose" in row[0]]
     assert row[1].startswith("0.780 [0.73")  # the card's 0.8 [0.76, 0.83] without 0.02, wider by the same
     assert not any("did not choose" in row[0] for row in card_rows(kept_card(None)))
+    assert choice_rows(chosen)[0][2] == "had: 0.180 of accuracy over the last step"
 
 
 def test_the_choices_say_the_errors_of_the_labels() -> None:

@@ -21,11 +21,12 @@ from rlhf_cli import runs
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
-from rlhf_cli.stages import dpo, reward, sft
+from rlhf_cli.stages import dpo, sft
 from rlhf_cli.stages.common import lifecycle
 from rlhf_cli.stages.eval import run as eval_stage
+from rlhf_cli.stages.reward import run as reward_stage
 
-STAGES: dict[str, ModuleType] = {"sft": sft, "reward": reward, "dpo": dpo, "eval": eval_stage}
+STAGES: dict[str, ModuleType] = {"sft": sft, "reward": reward_stage, "dpo": dpo, "eval": eval_stage}
 
 
 def run(path: Path, process_group: ProcessGroup) -> None:

@@ -15,11 +15,13 @@ from transformers import AutoTokenizer
 from rlhf_cli import jsonl, runs
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
-from rlhf_cli.stages import dpo, reward, sft
+from rlhf_cli.stages import dpo, sft
 from rlhf_cli.stages.common import training_rows, trl_callback, trl_trainer
+from rlhf_cli.stages.reward import run as reward_stage
+from rlhf_cli.stages.reward import training as reward_training
 from tests.conftest import World
 
-STAGES = {"sft": sft, "reward": reward, "dpo": dpo}
+STAGES = {"sft": sft, "reward": reward_stage, "dpo": dpo}
 QUICK = {"max_length": 64, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
 
 
@@ -53,8 +55,8 @@ def metrics_of(config: Any) -> list[dict[str, Any]]:
 
 def trainer_of(config: Any) -> tuple[Any, list[dict[str, Any]], Any]:
     """The stage's trainer before training, its token rows, and the tokenizer."""
-    stage = STAGES[config.stage]
-    load = stage.load_tokenizer_and_models if stage is reward else stage.load_tokenizer_and_model
+    stage = reward_training if config.stage == "reward" else STAGES[config.stage]
+    load = stage.load_tokenizer_and_models if stage is reward_training else stage.load_tokenizer_and_model
     tokenizer, model, *_ = load(config, Options(), runs.open_parents(config))
     token_rows, held_out = training_rows.read_train_and_eval(config, tokenizer, model.config)
     trainer = stage.make_trainer(config, model, tokenizer, token_rows, held_out, trl_trainer.SINGLE_PROCESS)

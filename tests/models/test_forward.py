@@ -12,8 +12,8 @@ from rlhf_cli import terminal
 from rlhf_cli.models import build, forward, save
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages import reward
 from rlhf_cli.stages.common.scoring import warn_pad_is_end_token
+from rlhf_cli.stages.reward import scores as reward_scores
 from tests.reference.scores import model_scores
 
 QUERIES, RESPONSES = [[5, 6, 7], [8], [9, 4, 5, 6]], [[3, 4, 2], [7, 8, 9, 10, 2], [2]]
@@ -108,7 +108,7 @@ def test_a_composite_model_has_its_pad_token_in_its_text_config(tmp_path):
     pooled, rows = torch.cat(full_logits(model)), [q + r for q, r in zip(QUERIES, RESPONSES, strict=True)]
     for rollout in (ROLLOUT, padded):
         close(forward.rollout_scores(model, rollout, max_rows=2), pooled)
-    close(torch.tensor(reward.raw_scores(model, rows, 2)), pooled)
+    close(torch.tensor(reward_scores.raw_scores(model, rows, 2)), pooled)
     warn_pad_is_end_token(model.config, (7,), "reward")
     assert "T01" in terminal.emitted_warnings()[0]
 

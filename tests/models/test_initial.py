@@ -18,8 +18,8 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
 from rlhf_cli.models import lora, save
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
-from rlhf_cli.stages import reward
 from rlhf_cli.stages.ppo.setup import PPOComponents, load_components
+from rlhf_cli.stages.reward import training
 from tests.conftest import World
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
@@ -167,7 +167,7 @@ def test_a_reward_model_goes_on_with_its_head_and_is_normalized_anew(
     first = reward_config(world, tmp_path / "first", sft_stage, **kind)
     trl_stage.train(first)
     second = reward_config(world, tmp_path / "second", sft_stage, start=str(first.folder), **kind)
-    _, model, *_ = reward.load_tokenizer_and_models(second, Options(), runs.open_parents(second))
+    _, model, *_ = training.load_tokenizer_and_models(second, Options(), runs.open_parents(second))
     assert not any(hasattr(model.config, field) for field in lora.SCALE_FIELDS), "its scale is that of the first round"
     state = {name.replace(".default", ""): weight for name, weight in model.named_parameters() if weight.requires_grad}
     name = "adapter_model" if adapters else "model"

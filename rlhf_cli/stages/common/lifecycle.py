@@ -67,33 +67,47 @@ def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None],
     """Start a stage on all ranks and call `train`, unless the stage is finished already.
 
     `check` is called before --fresh archives anything. Warns as `system.remove_accelerate_variables`. Raises RLHFError
-    E04 and R14 as `ProcessGroup` does, as `runs.start_stage`, and as `machine.check`.
+    E04 and R14 as `ProcessGroup` does, and as `run_stage_in`.
     """
     system.remove_accelerate_variables()
     with open_process_group() as process_group:
-        parents = runs.open_parents(config)
-        identity = runs.compute_identity(config, parents, config.sources())
+        run_stage_in(process_group, config, options, train, check)
 
-        if check and (options.fresh or runs.stage_status(config, identity).state != "finished"):
-            check(parents)
-        status = process_group.run_on_main(
-            partial(runs.start_stage, config, identity, parents, fresh=options.fresh, device=devices.device_name())
-        )
-        if status == "finished":
-            terminal.say(f"{config.stage:<8} finished already: {runs.shown(config.folder)}")
-            return
 
-        memory = machine.check(config, parents)
-        stage = StageRun(
-            config=config,
-            options=options,
-            parents=parents,
-            process_group=process_group,
-            identity=identity,
-            resumes=status == "resume",
-            memory=memory,
-        )
-        train(config, stage)
+def run_stage_in(
+    process_group: ProcessGroup,
+    config: C,
+    options: Options,
+    train: Callable[[C, StageRun], None],
+    check: Check | None = None,
+) -> None:
+    """Start a stage as `run_stage`, on the ranks of this process group.
+
+    Raises RLHFError as `runs.start_stage` and as `machine.check`.
+    """
+    parents = runs.open_parents(config)
+    identity = runs.compute_identity(config, parents, config.sources())
+
+    if check and (options.fresh or runs.stage_status(config, identity).state != "finished"):
+        check(parents)
+    status = process_group.run_on_main(
+        partial(runs.start_stage, config, identity, parents, fresh=options.fresh, device=devices.device_name())
+    )
+    if status == "finished":
+        terminal.say(f"{config.stage:<8} finished already: {runs.shown(config.folder)}")
+        return
+
+    memory = machine.check(config, parents)
+    stage = StageRun(
+        config=config,
+        options=options,
+        parents=parents,
+        process_group=process_group,
+        identity=identity,
+        resumes=status == "resume",
+        memory=memory,
+    )
+    train(config, stage)
 
 
 def manifest_fields(rows: data.Rows[Any], tokenizer: Any, stop_token_id: StopTokenId) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from rlhf_cli.models import load
 from rlhf_cli.models.batch import IGNORE_INDEX
 from rlhf_cli.stages.common import batch_sizes, reading
 
+PairRows = list[dict[str, Any]]  # of `data.preference_rows`
 SPLITTING_STRATEGIES = ("wrapped", "bfd_split")  # packing strategies that split long rows
 
 

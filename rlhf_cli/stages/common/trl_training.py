@@ -97,7 +97,7 @@ def train_and_save(
         steps = _run_trainer(trainer, log, config.stage, resumed)
 
     kept_step = _keep_step(trainer, resumed) if trainer.best else None
-    card = model_card(config, stage.parents, len(rows), steps, note)
+    card = model_card(config, stage.parents, len(rows), kept_step.step if kept_step else steps, note)
     _save(trainer, tokenizer, stop_token_id, config.folder / "model", card)
     return TrainedModel(steps, log, trained_base(trainer, config), kept_step)
 

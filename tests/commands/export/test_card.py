@@ -208,7 +208,16 @@ def test_cards_of_sft_and_reward_models_describe_these_only(run: Path, tokenizer
         and "win rate" not in reward.lower()
         and "0.500 [0.410, 0.590]" in reward
     )
-    assert "| flagged |" in reward and "mean little across prompts" in reward
+    assert "| flagged |" in reward and "mean little across prompts" in reward and "ensemble" not in reward
+
+    members = {
+        number: {"path": f"../members/{number}/reward", "stage": "reward", "sha256": "other"} for number in ("2", "3")
+    }
+    change(run / "reward/manifest.json", members=members)
+    assert "It is the first of 3 members of an ensemble" in card(run, tokenizer, "reward")
+    named = {f"rewards.reward.models.{number}": entry for number, entry in members.items()}
+    change(run / "ppo/manifest.json", parents=parents(run) | named)
+    assert "- `reward`: an ensemble of reward models (reward `reward-model`, reward `other`" in card(run, tokenizer)
 
 
 def test_judges_are_described_and_the_own_reward_model_is_no_proof(run: Path, tokenizer: Any) -> None:

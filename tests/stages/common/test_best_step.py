@@ -63,6 +63,7 @@ def test_the_best_step_is_the_model_if_the_last_is_worse(straight: RewardConfig)
     assert list(accuracies) == [2, 4, 6, 8] and accuracies[best] > accuracies[8]
     assert (manifest["model_is"], manifest["step"], kept["step"]) == ("the best step", best, best)
     assert manifest["card"]["accuracy"] == accuracies[best]
+    assert f": {best} steps, " in (straight.folder / "model/README.md").read_text()
 
     saved = weights_of(straight.folder / "model")
     assert saved == weights_of(straight.folder / f"state/checkpoint-{best}")

@@ -13,10 +13,10 @@ from rlhf_cli import runs
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward
 from rlhf_cli.models.load import load_reward_model
-from rlhf_cli.stages import reward
 from rlhf_cli.stages.common import scoring
+from rlhf_cli.stages.reward import run as reward_stage
 from tests.conftest import World
-from tests.stages.test_reward import config_of
+from tests.stages.reward.test_run import config_of
 
 pytestmark = pytest.mark.full
 
@@ -46,9 +46,9 @@ def test_adapters_are_measured_beside_a_base_in_bfloat16(
     bf16: bool, world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sum that is stored in bfloat16 would lose their small changes; a float32 base has them added."""
-    measured, card = list[Any](), reward.make_report_card
+    measured, card = list[Any](), reward_stage.make_report_card
     monkeypatch.setattr(
-        reward,
+        reward_stage,
         "make_report_card",
         lambda config, scorer, *rest, **named: measured.append(scorer) or card(config, scorer, *rest, **named),
     )

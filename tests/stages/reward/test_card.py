@@ -17,7 +17,7 @@ from rlhf_cli import data, jsonl
 from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.models import tokenizers
 from rlhf_cli.runs.report import HEADLINE
-from rlhf_cli.stages import reward as reward_stage
+from rlhf_cli.stages.reward import card as card_module
 from tests.conftest import THINGS, WORDS, World
 
 pytestmark = pytest.mark.full
@@ -110,13 +110,13 @@ def test_a_planted_length_bias_is_flagged(world: World, tmp_path: Path) -> None:
 
 def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = []
-    plain = reward_stage.raw_scores
+    plain = card_module.raw_scores
 
     def spy(scorer: Any, ids: list[list[int]], *how: Any, **options: Any) -> list[float]:
         longest.append(max(map(len, ids)))
         return plain(scorer, ids, *how, **options)
 
-    monkeypatch.setattr(reward_stage, "raw_scores", spy)
+    monkeypatch.setattr(card_module, "raw_scores", spy)
     result, manifest = reward(world, tmp_path, kinder_is_better, n=512, steps=200)
     card = manifest["card"]
     assert card["flags"] == [] and not re.search(r"warning\[R", result.stderr), result.stderr

@@ -1,6 +1,7 @@
 """`rlhf reward`: real training by TRL's RewardTrainer on a tiny model.
 
-Modules: `stages/common/held_out.py`.
+Modules: `stages/common/held_out.py`, `stages/reward/normalize.py`, `stages/reward/scores.py`,
+`stages/reward/training.py`.
 """
 
 import math
@@ -22,8 +23,9 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.load import load_reward_model
-from rlhf_cli.stages import reward
-from rlhf_cli.stages.common import training_rows
+from rlhf_cli.models.parallel import SINGLE_PROCESS
+from rlhf_cli.stages.common import trainable_model, training_rows
+from rlhf_cli.stages.reward import normalize
 from rlhf_cli.statistics import share_interval
 from tests.conftest import World
 
@@ -109,8 +111,8 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
     tokenizer = tokenizers.load_tokenizer(config.folder / "model")
     parent = runs.open_parents(config)["model.path"]
     rows = training_rows.read_split(config, "train", tokenizer)
-    sft_model = reward.trainable_model.load_sft_model(config, Options(), parent, tokenizer)
-    answers = reward.sample_answers(config, sft_model, parent, tokenizer, rows, reward.SINGLE_PROCESS)
+    sft_model = trainable_model.load_sft_model(config, Options(), parent, tokenizer)
+    answers = normalize.sample_answers(config, sft_model, parent, tokenizer, rows, SINGLE_PROCESS)
     prompts = {tuple(data.encode(tokenizer, row["prompt"], None)[0]) for _, row in jsonl.read_jsonl(world.pairs)}
     cut = [(ids[:length], ids[length:]) for ids in answers for length in [len(next(iter(prompts)))]]
     assert len(answers) == 24 and len({tuple(ids) for ids in answers}) > 12

@@ -1,5 +1,6 @@
 """`reward.ensemble`: members by real training on a tiny model, and their combined score in PPO."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.models import forward, tokenizers
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 from rlhf_cli.models.load import load_reward_model
+from rlhf_cli.pipeline.status import find_runs, read_run_and_next
 from rlhf_cli.rewards.model import EnsembleReward
+from rlhf_cli.runs import locks
+from rlhf_cli.stages.common import lifecycle
 from tests.conftest import World
 
 pytestmark = pytest.mark.full
@@ -57,11 +61,11 @@ def scores_of(folder: Path, world: World) -> tuple[torch.Tensor, torch.Tensor]:
     return scores[0], scores[1]
 
 
-def test_members_are_runs_with_the_next_seeds_and_the_card_compares_them(
+def test_members_are_runs_with_seeds_of_their_own_and_the_card_compares_them(
     world: World, tmp_path: Path, sft_stage: Path, ensemble: RewardConfig
 ) -> None:
     manifest = manifest_of(ensemble)
-    alone = load("reward", ensemble.file, ["reward.ensemble=null", "seed=1", f"run={tmp_path}"])
+    alone = load("reward", ensemble.file, ["reward.ensemble=null", "seed=1000", f"run={tmp_path}"])
     assert train(alone)["model_sha256"] == manifest["members"]["2"]["sha256"] != manifest["model_sha256"]
     assert manifest["members"].keys() == {"2", "3"}
     assert manifest["members"]["3"]["path"] == "../members/3/reward"
@@ -81,18 +85,25 @@ def test_a_kill_in_the_second_member_keeps_the_first(
 ) -> None:
     config = config_of(world, tmp_path, sft_stage, ensemble=3)
     ran = 0
-    real = trl_stage.reward.lifecycle.run_stage
+    real = lifecycle.run_stage_in
 
-    def run_stage(*args: Any) -> None:
+    def run_stage_in(*args: Any) -> None:
         nonlocal ran
         ran += 1
-        with signal_at(3 if ran == 2 else 0):
+        with signal_at(3 if ran == 3 else 0):  # after RUN/reward, which is started first, and member 2
             real(*args)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(trl_stage.reward.lifecycle, "run_stage", run_stage)
+        patch.setattr(lifecycle, "run_stage_in", run_stage_in)
         trl_stage.run(config)
     assert stopped.value.code == 143
+    assert read_run_and_next(Path(config.run))[1].action == "wait", "this process holds the locks"
+    locks.release()
+    run, following = read_run_and_next(Path(config.run))
+    conditions = {name: stage.condition for name, stage in run.all_stages.items()}
+    assert conditions == {"members/3/reward": "stopped", "reward": "stopped"}
+    assert following.decisions["reward"].fresh is False, "members that are finished are not trained again"
+    assert [found.folder for found in find_runs([Path(config.run)])] == [Path(config.run)]
     first = folders_of(config)[1] / "manifest.json"
     before = first.stat().st_mtime_ns
     resumed = train(config)
@@ -138,6 +149,27 @@ def test_the_plan_counts_every_member(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("rlhf_cli.system.free_disk_bytes", lambda folder: 1)
     fails(rlhf("check", "reward.yaml"), "E03", "3 checkpoints of")
     fails(rlhf("check", "reward.yaml", ensemble), "E03", "9 checkpoints of")
+
+
+def test_another_number_of_members_is_refused_before_one_is_trained(ensemble: RewardConfig) -> None:
+    fails(rlhf("reward", ensemble.file, "-s", "reward.ensemble=4"), "C15", "reward.ensemble 3 -> 4")
+    assert not Path(ensemble.run, "members/4").exists()
+
+
+def test_a_damaged_member_is_damage_of_the_stage(
+    world: World, tmp_path: Path, sft_stage: Path, ensemble: RewardConfig
+) -> None:
+    shutil.copytree(ensemble.run, tmp_path / "copy")
+    config = config_of(world, tmp_path / "copy", sft_stage, ensemble=3)
+    shutil.rmtree(folders_of(config)[1])
+    _, following = read_run_and_next(tmp_path / "copy")
+    assert following.decisions["reward"].reason.startswith("damaged: member 2: ") and following.decisions["reward"].runs
+    fails(rlhf("reward", config.file), "M05", "member 2: manifest.json is missing", exit_code=1)
+
+    models = {"sft": str(sft_stage), "reward": str(config.folder)}
+    world.config(tmp_path / "copy", "ppo", models=models, data={"prompts": str(world.sft)}, ppo=PPO)
+    result = must_succeed(rlhf("check", tmp_path / "copy"))
+    assert "members/2/reward, which the reward stage is to make" in result.stdout + result.stderr
 
 
 def test_bad_ensembles(world: World, tmp_path: Path, sft_stage: Path, ensemble: RewardConfig) -> None:
