@@ -47,7 +47,7 @@ def only_run(*, has_configs: bool = False) -> Path:
 
 
 def _runs_here(*, has_configs: bool) -> list[str]:
-    """Return the runs here; with `has_configs` without those of a seed, which have no configs of their own."""
+    """Return the runs here; with `has_configs` without those of a seed, which have no configs."""
     from rlhf_cli.commands import status
 
     folders = status.runs_here()

@@ -1,4 +1,7 @@
-"""`reward.ensemble`: members by real training on a tiny model, and their combined score in PPO."""
+"""`reward.ensemble`: members by real training on a tiny model, and their combined score in PPO.
+
+Modules: `config/reward.py`.
+"""
 
 import shutil
 from pathlib import Path
