@@ -65,6 +65,9 @@ class RewardConfig(PairConfig):
         if self.reward.ensemble and self.model.start:
             text = "reward.ensemble cannot be combined with model.start: its members would share one trained head"
             raise invalid(text, "remove one of them", "reward.ensemble")
+        if self.reward.ensemble and self.reward.normalize == "none":
+            text = "reward.ensemble combines scores, which have no common scale with normalize: none"
+            raise invalid(text, "set normalize: sft", "reward.normalize")
         return self
 
     @property

@@ -179,6 +179,7 @@ def test_bad_ensembles(world: World, tmp_path: Path, sft_stage: Path, ensemble: 
     for settings, text in (
         ({"reward": {"ensemble": 1}}, "C06"),
         ({"reward": {"ensemble": 2}, "model": {"path": str(sft_stage), "start": str(ensemble.folder)}}, "C17"),
+        ({"reward": {"ensemble": 2, "normalize": "none"}}, "C17"),
     ):
         sections = {"model": {"path": str(sft_stage)}, "data": {"train": str(world.pairs)}, **settings}
         fails(rlhf("reward", world.config(tmp_path, "reward", **sections)), text, "reward.ensemble")
