@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -111,8 +112,14 @@ def _references_of_ppo(config: PPOConfig) -> list[Named]:
 
 
 def _other_members(path: str | None) -> dict[str, str]:
-    """Return the folders of an ensemble's members but the first, whose finished stage is in `path`, by number."""
-    manifest, _ = read_manifest(Path(path)) if path else (Manifest(), None)
+    """Return the folders of an ensemble's members but the first, whose finished stage is in `path`, by number.
+
+    If the first one cannot be read (E08), there are none here: opening it says so.
+    """
+    manifest = Manifest()
+    if path:
+        with suppress(RLHFError):
+            manifest, _ = read_manifest(Path(path))
     return {number: os.path.normpath(Path(str(path), entry.path)) for number, entry in manifest.members.items()}
 
 

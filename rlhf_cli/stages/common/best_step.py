@@ -38,8 +38,16 @@ class BestStep(TrainerCallback, ExportableState):
         self.margins = []
         self.right[state.global_step] = "".join(letters)
         if self.keeps_best and best_step(self._worths()) == state.global_step:
-            state.best_global_step = state.global_step  # transformers sets best_model_checkpoint when it has saved it
             control.should_save = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add this callback to the state of a checkpoint of an older version, where transformers looks it up."""
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+
+    @property
+    def spared(self) -> set[str]:
+        """The folder of the checkpoint that stays beside the newest ones."""
+        return {f"checkpoint-{best_step(self._worths())}"} if self.keeps_best and self.right else set()
 
     def _worths(self) -> dict[int, list[float]]:
         return {step: [WORTH[letter] for letter in letters] for step, letters in self.right.items()}

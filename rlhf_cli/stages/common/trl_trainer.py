@@ -62,8 +62,10 @@ class TrainerMixin:
             self.losses = self.process_group.all_gather_object(float(trainer._tr_loss))
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
             self.process_group.barrier()  # until every rank has written its random state
-            best = Path(trainer.state.best_model_checkpoint or "").name
-            self.process_group.run_on_main(lambda: runs.seal_state(states / name, keep=self.keep, spare={best}))
+            spared = {Path(trainer.state.best_model_checkpoint or "").name}
+            if self.best:
+                spared |= self.best.spared
+            self.process_group.run_on_main(lambda: runs.seal_state(states / name, keep=self.keep, spare=spared))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Delete the pickled arguments, which contain the Hub token, before the checkpoint is sealed."""

@@ -129,7 +129,8 @@ class RewardModelCache:
 def build_reward_sources(
     config: PPOConfig, reward_fns: Mapping[str, RewardFn], cache: RewardModelCache
 ) -> dict[str, RolloutReward]:
-    """Build every reward source by name; `reward_fns` are those that read text."""
+    """Build every reward source by name; `reward_fns` are those that read text. Raises as `check_ensembles`."""
+    check_ensembles(config, cache.parents)
     sources: dict[str, RolloutReward] = {}
     for name, section in config.rewards.items():
         function = reward_fns.get(name)
@@ -163,9 +164,27 @@ def _member_keys(
 
 
 def check_ensembles(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
-    """Raise RLHFError C17 with all sources whose `combine` has no effect, because they have one model."""
-    sources = [(name, source) for name, source in config.rewards.items() if f"rewards.{name}.model" in parents]
-    collect_errors(*(partial(_member_keys, name, source, parents, config.where) for name, source in sources))
+    """Raise RLHFError C17 for each key that has no effect, because no source or this one is no ensemble."""
+    collect_errors(
+        *(
+            partial(_member_keys, name, source, parents, config.where)
+            for name, source in config.rewards.items()
+            if f"rewards.{name}.model" in parents
+        ),
+        partial(_check_disagreement, config, parents),
+    )
+
+
+def _check_disagreement(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
+    """Raise RLHFError C17 if the watchdog shall watch the disagreement of models, and each source has one."""
+    watchdog = config.ppo.watchdog
+    if any(".models." in key for key in parents) or not watchdog:
+        return
+    has_action = "disagreement" in watchdog.actions
+    if has_action or not watchdog.is_default("disagreement"):
+        key = f"ppo.watchdog.{'actions.' if has_action else ''}disagreement"
+        text = f"{key} has no effect without an ensemble in rewards"
+        raise RLHFError("C17", text, where=config.where(key), hint="remove it, or set reward.ensemble")
 
 
 def set_baseline(sources: Mapping[str, RolloutReward], baseline: Baseline) -> None:

@@ -189,3 +189,7 @@ def test_bad_ensembles(world: World, tmp_path: Path, sft_stage: Path, ensemble: 
     path = world.config(tmp_path, "ppo", **sections, rewards={"reward": {"combine": "min"}}, ppo=PPO)
     for command in ("check", "ppo"):
         fails(rlhf(command, path), "C17", "its model is no ensemble")
+
+    path = world.config(tmp_path, "ppo", **sections, ppo={**PPO, "watchdog": {"disagreement": 3.0}})
+    for command in ("check", "ppo"):
+        fails(rlhf(command, path), "C17", "ppo.watchdog.disagreement has no effect without an ensemble")
