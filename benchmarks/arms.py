@@ -5,14 +5,14 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import yaml
-from scipy.stats import t as student_t
 
 from benchmarks.speed.processes import child_environment
 from rlhf_cli.jsonl import read_jsonl
+from rlhf_cli.statistics import student_interval, with_interval
 
 Row = dict[str, Any]
 
@@ -80,5 +80,4 @@ def interval(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values) or len(known) < 2:
         return "-"
-    half = student_t.ppf(0.975, len(known) - 1) * stdev(known) / len(known) ** 0.5
-    return f"{fmean(known):+.3f} [{fmean(known) - half:+.3f}, {fmean(known) + half:+.3f}]"
+    return with_interval(fmean(known), student_interval(known), sign="+")

@@ -131,13 +131,12 @@ def sample(config: RewardConfig, tokenizer: Any, rows: Any, count: int) -> tuple
 
     settings = config.reward.model_copy(update={"normalize_samples": 2 * len(some)})
     twice = config.model_copy(update={"reward": settings})
-    ids = normalize.sample_answers(twice, sft_model, parent, tokenizer, some, SINGLE_PROCESS)
-    lengths = normalize.answer_lengths(twice, parent, tokenizer, some, answers=ids)
+    sampled = normalize.sample_answers(twice, sft_model, parent, tokenizer, some, SINGLE_PROCESS)
     answers = []
-    for row, length, ended in zip(ids, lengths.tokens, lengths.ended, strict=True):
-        prompt = " ".join(map(str, row[: len(row) - length]))
-        answers.append(Answer(prompt, length, ended, score=0.0))
-    return answers, ids
+    for each in sampled:
+        prompt = " ".join(map(str, each.prompt))
+        answers.append(Answer(prompt, len(each.response), each.ended, score=0.0))
+    return answers, [each.ids for each in sampled]
 
 
 # Ways to find the length's part

@@ -5,6 +5,7 @@ Llama 2 (Touvron et al. 2023, arXiv 2307.09288, section 3.2.2 and Table 27, the 
 and 0 for negligibly better. HelpSteer's grades 3, 2 and 1 mean the same.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,7 +58,7 @@ def _is_grade(value: Any, column: str) -> bool:
     return True
 
 
-class JudgedPairs:
+class JudgedPairs(ABC):
     """Pairs whose better answer a column tells, with their margins and counts."""
 
     form_name = ""  # of rows that are no pairs yet
@@ -72,9 +73,9 @@ class JudgedPairs:
         self.num_pairs = 0
         self.omitted: Counter[str] = Counter()
 
+    @abstractmethod
     def pairs(self, rows: RowIterator, note: Note) -> RowIterator:
         """Yield the pairs of the rows, omit and count others; `note` gets the rows with a bad judgement."""
-        raise NotImplementedError
 
     def why_no_pair(self) -> str | None:
         """Return why there is no pair, or None if there is one or no row was read."""

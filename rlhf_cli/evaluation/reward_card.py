@@ -99,10 +99,15 @@ def print_card(result: RewardModelAccuracy) -> None:
 
 def _print_margins(card: RewardModelCard) -> None:
     edges = card.margin_histogram.edges
-    counts = card.margin_histogram.counts
-    inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
-    bins = [f"below {edges[0]:g}", *inner, f"from {edges[-1]:g}"]
-    terminal.table(["margin, chosen - rejected", *bins], [["pairs", *map(str, counts)]])
+    titles = ["margin, chosen - rejected", f"below {edges[0]:g}"]
+    for low, high in pairwise(edges):
+        titles.append(f"{low:g} to {high:g}")
+    titles.append(f"from {edges[-1]:g}")
+
+    row = ["pairs"]
+    for count in card.margin_histogram.counts:
+        row.append(str(count))
+    terminal.table(titles, [row])
 
 
 def missing_card_reason(stage: str) -> str:

@@ -11,7 +11,6 @@ from rlhf_cli.judges.question import WINNERS, Winner
 from rlhf_cli.runs.locks import lock_folder
 
 FOLDER = "judges"  # of a run, with a file of answers for each judge
-COUNTS = ("calls", "prompt_tokens", "completion_tokens")  # of an answer
 EDITED_HINT = "remove the line: the judge is asked again"
 
 
@@ -74,9 +73,12 @@ def _read(path: Path) -> Iterator[tuple[str, Answer]]:
 
 
 def _answer(row: dict[str, Any], where: str) -> Answer:
-    counts: dict[str, Any] = {name: row.get(name) for name in COUNTS}
-    has_counts = all(type(count) is int for count in counts.values())
-    has_winner = row.get("winner", "") in (None, *WINNERS)
-    if not has_counts or not has_winner:
+    """Return the answer of a line. Raises RLHFError D03 for another line."""
+    winner = row.get("winner", "")
+    calls: Any = row.get("calls")
+    prompt_tokens: Any = row.get("prompt_tokens")
+    completion_tokens: Any = row.get("completion_tokens")
+    has_counts = type(calls) is type(prompt_tokens) is type(completion_tokens) is int
+    if not has_counts or winner not in (None, *WINNERS):
         raise RLHFError("D03", "the line is not an answer of a judge", where=where, hint=EDITED_HINT)
-    return Answer(row["winner"], **counts)
+    return Answer(winner, calls, prompt_tokens, completion_tokens)

@@ -190,10 +190,12 @@ def open_reference(config: Config, reference: Reference, *, hashed: bool = True)
 
 def _other_keys(config: Config, reference: Reference) -> list[str]:
     """Return the other written keys with the same path: a problem is reported once, for the first of them."""
-    keys = [other.key for other in references(config) if other.path == reference.path]
+    named = [other for other in references(config) if other.path == reference.path]
+    keys = dict.fromkeys(other.key for other in named)
     if isinstance(config, PPOConfig) and config.models.reward == reference.path:  # the default reward source
-        keys.append("models.reward")
-    return [key for key in dict.fromkeys(keys) if key != reference.key and config.is_written(key)]
+        keys["models.reward"] = None
+    keys.pop(reference.key, None)
+    return [key for key in keys if config.is_written(key)]
 
 
 def check_same_tokenizer(

@@ -30,7 +30,7 @@ class Library:
 
 
 class AccelerateTracker:
-    """A run of a library that accelerate knows. A resumed stage goes on in the same run.
+    """A run of a library that accelerate knows. A resumed stage continues the same run.
 
     `library` is a key of LIBRARIES. The libraries print nothing and ask for nothing: a missing key is an error.
     """

@@ -128,9 +128,9 @@ def test_normalized_on_answers_that_end_as_the_pairs(stages: Path, monkeypatch: 
     measured: list[Any] = []
     plain = normalize.normalize_scores
 
-    def recorded(config: Any, scorer: Any, rows: list[list[int]], lengths: Any, group: Any) -> Any:
-        measured.append((rows, lengths.tokens))
-        return plain(config, scorer, rows, lengths, group)
+    def recorded(config: Any, scorer: Any, answers: list[normalize.SampledAnswer], group: Any) -> Any:
+        measured.append(([answer.ids for answer in answers], [len(answer.response) for answer in answers]))
+        return plain(config, scorer, answers, group)
 
     monkeypatch.setattr(normalize, "normalize_scores", recorded)
     must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))

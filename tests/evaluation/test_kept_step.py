@@ -38,7 +38,7 @@ def test_the_last_step_is_kept_unless_it_is_worse_by_more_than_chance(
 
 
 def test_equal_steps_seldom_lose_their_last_one() -> None:
-    """20 steps of the same accuracy, each right on pairs of its own: one in twenty runs may keep an earlier step."""
+    """20 steps of the same accuracy, each right on other pairs: one in twenty runs may keep an earlier step."""
     draw = random.Random(0)
     earlier = 0
     for _ in range(40):

@@ -116,7 +116,7 @@ function compared(prompt, left, right, judge) {
   return { prompt, first, second, gains, gain: gains[judge], disagree: signs.includes(1) && signs.includes(-1), cut: !first.ended || !second.ended };
 }
 
-/** The distance between the highest and the lowest gain of the judges, each in units of its own spread. */
+/** The distance between the highest and the lowest gain of the judges, each in units of that judge's spread. */
 function disagreement(rows) {
   const judges = rows[0]?.gains.map((_, place) => place) ?? [];
   const spreads = judges.map((judge) => Math.sqrt(rows.reduce((sum, row) => sum + (row.gains[judge] ?? 0) ** 2, 0) / rows.length) || 1);

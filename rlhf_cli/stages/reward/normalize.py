@@ -13,7 +13,7 @@ from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.evaluation import length_bias
 from rlhf_cli.evaluation.length_bias import LengthTrend
 from rlhf_cli.models import devices, load, save
-from rlhf_cli.models.batch import Prompts, stop_ids
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
@@ -31,6 +31,19 @@ class ModelsInMemory:
     base: Any  # of the saved adapters, as `trl_training.trained_base` returns it
 
 
+@dataclass(frozen=True)
+class SampledAnswer:
+    """An answer of the SFT model, in token ids."""
+
+    prompt: list[int]
+    response: list[int]  # with its end, if it has one
+    ended: bool
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.response
+
+
 def load_normalized(
     config: RewardConfig,
     stage: lifecycle.StageRun,
@@ -39,7 +52,7 @@ def load_normalized(
     rows: PairRows,
 ) -> tuple[Any, dict[str, float], LengthTrend | None]:
     """Load the saved model; with `reward.normalize: sft` store the scale, which is returned with the length trend."""
-    answers: list[list[int]] = []
+    answers: list[SampledAnswer] = []
     if config.reward.normalize == "sft":  # before the trained model is in memory, too
         answers = sample_sft_answers(config, stage, in_memory, tokenizer, rows)
     in_memory.sft = None
@@ -50,8 +63,7 @@ def load_normalized(
         return scorer, {}, None
 
     with Progress("reward: normalize", 1, "pass", brief=True) as bar:
-        lengths = answer_lengths(config, stage.parents["model.path"], tokenizer, rows, answers=answers)
-        scale, trend = normalize_scores(config, scorer, answers, lengths, stage.process_group)
+        scale, trend = normalize_scores(config, scorer, answers, stage.process_group)
         bar.advance()
     stage.process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
     return scorer, scale, trend
@@ -63,7 +75,7 @@ def sample_sft_answers(
     in_memory: ModelsInMemory,
     tokenizer: Any,
     rows: PairRows,
-) -> list[list[int]]:
+) -> list[SampledAnswer]:
     """Sample answers of the SFT model, as `sample_answers`; read it if it is not in memory.
 
     Saved adapters that have no base yet get the SFT model as their base.
@@ -89,8 +101,8 @@ def sample_answers(
     tokenizer: Any,
     rows: PairRows,
     process_group: ProcessGroup,
-) -> list[list[int]]:
-    """Sample answers of the SFT model to prompts of the training pairs. Return prompt and answer token ids.
+) -> list[SampledAnswer]:
+    """Sample answers of the SFT model to prompts of the training pairs.
 
     Each rank samples a part. An answer that ended has the stop token of the pairs, as where PPO scores it.
     """
@@ -118,9 +130,13 @@ def sample_answers(
         response_length=length,
     )
 
-    def generate(part: slice) -> list[list[int]]:
+    def generate(part: slice) -> list[SampledAnswer]:
         rollout = engine.generate(batch.rows(part)).with_one_end(scoring.end_token_ids(tokenizer, stop_id))
-        return [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
+        ended = rollout.ended.tolist()
+        return [
+            SampledAnswer(rollout.prompt_tokens(row), rollout.response_tokens(row), ended[row])
+            for row in range(len(rollout))
+        ]
 
     return list(chain.from_iterable(process_group.map_rows(len(prompts), generate)))
 
@@ -132,31 +148,10 @@ def _sampled_prompts(config: RewardConfig, rows: PairRows) -> list[list[int]]:
     return [list(distinct[i]) for i in drawn]
 
 
-@dataclass
-class AnswerLengths:
-    """Tokens of each sampled answer, with its end, and whether it has an end."""
-
-    tokens: list[int]
-    ended: list[bool]
-
-
-def answer_lengths(
-    config: RewardConfig, parent: Parent, tokenizer: Any, rows: PairRows, *, answers: list[list[int]]
-) -> AnswerLengths:
-    """Return the lengths of the answers of `sample_answers`."""
-    prompts = _sampled_prompts(config, rows)
-    stops = stop_ids(model_loading.stop_token_id(tokenizer, parent, len(tokenizer)))
-    return AnswerLengths(
-        tokens=[len(ids) - len(prompt) for ids, prompt in zip(answers, prompts, strict=True)],
-        ended=[ids[-1] in stops for ids in answers],
-    )
-
-
 def normalize_scores(
     config: RewardConfig,
     scorer: Any,
-    rows: list[list[int]],
-    lengths: AnswerLengths,
+    answers: Sequence[SampledAnswer],
     process_group: ProcessGroup,
 ) -> tuple[dict[str, float], LengthTrend | None]:
     """Store the scale of the SFT answers' scores in the model's config; return it for the manifest, and the trend.
@@ -164,13 +159,20 @@ def normalize_scores(
     With `reward.length_debias` the trend is stored, too, and the deviation is that of the scores without it. Warns R22
     if there is none.
     """
-    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group, bf16=use_bf16(config))
-    trend = length_bias.fit_trend(scores, lengths.tokens, lengths.ended)
+    scores = raw_scores(
+        scorer,
+        [answer.ids for answer in answers],
+        config.reward.per_device_eval_batch_size,
+        process_group,
+        bf16=use_bf16(config),
+    )
+    lengths = [len(answer.response) for answer in answers]
+    trend = length_bias.fit_trend(scores, lengths, [answer.ended for answer in answers])
     scale: dict[str, float] = {}
     if config.reward.length_debias and trend is None:
-        _warn_no_trend(lengths)
+        _warn_no_trend(answers)
     elif config.reward.length_debias and trend is not None:
-        scores = list(map(trend.without, scores, lengths.tokens))
+        scores = list(map(trend.without, scores, lengths))
         scale = {"reward_length_slope": trend.slope, "reward_length_mean": trend.mean_length}
 
     scale |= _mean_and_deviation(scores)
@@ -179,11 +181,11 @@ def normalize_scores(
     return scale, trend
 
 
-def _warn_no_trend(lengths: AnswerLengths) -> None:
-    ended = [length for length, has_ended in zip(lengths.tokens, lengths.ended, strict=True) if has_ended]
-    text = f"all {len(ended)} answers of the SFT model that ended have one length"
-    if len(ended) < MIN_DEBIAS_ANSWERS:
-        text = f"{len(ended)} of {len(lengths.tokens)} answers of the SFT model ended, {MIN_DEBIAS_ANSWERS} are needed"
+def _warn_no_trend(answers: Sequence[SampledAnswer]) -> None:
+    num_ended = sum(answer.ended for answer in answers)
+    text = f"all {num_ended} answers of the SFT model that ended have one length"
+    if num_ended < MIN_DEBIAS_ANSWERS:
+        text = f"{num_ended} of {len(answers)} answers of the SFT model ended, {MIN_DEBIAS_ANSWERS} are needed"
     terminal.warn("R22", f"reward.length_debias changes no score: {text}")
 
 

@@ -112,7 +112,8 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
     parent = runs.open_parents(config)["model.path"]
     rows = training_rows.read_split(config, "train", tokenizer)
     sft_model = trainable_model.load_sft_model(config, Options(), parent, tokenizer)
-    answers = normalize.sample_answers(config, sft_model, parent, tokenizer, rows, SINGLE_PROCESS)
+    sampled = normalize.sample_answers(config, sft_model, parent, tokenizer, rows, SINGLE_PROCESS)
+    answers = [answer.ids for answer in sampled]
     prompts = {tuple(data.encode(tokenizer, row["prompt"], None)[0]) for _, row in jsonl.read_jsonl(world.pairs)}
     cut = [(ids[:length], ids[length:]) for ids in answers for length in [len(next(iter(prompts)))]]
     assert len(answers) == 24 and len({tuple(ids) for ids in answers}) > 12
