@@ -1,10 +1,10 @@
-"""Time of a stage by its estimate: measured passes on this CPU, matrix products on a GPU and on other machines.
+"""Time of a stage by its estimate: measured passes on a CPU, a model of the card for PPO on a GPU, else products.
 
 On a CPU passes are measured with random weights on rows of average length: much of the time goes into Python, norms,
 softmax and copies. Of a deep model whose layers are alike the passes of two shallow ones are measured, and the time of
-the other layers follows. On a GPU, for machines that are not here, and for models too large to measure, the time is
-that of the matrix products only, a lower bound: FLOPs / rate. The rate is measured on products of the model's width,
-one with all tokens of a micro-batch as rows for reading and learning, and one with a row per response for generation.
+the other layers follows. PPO on a known GPU: gpu_time. Elsewhere the time is that of the matrix products only, a lower
+bound: FLOPs / rate. The rate of this machine is measured on products of the model's width, one with all tokens of a
+micro-batch as rows for reading and learning, and one with a row per response for generation.
 """
 
 import time
@@ -18,12 +18,13 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sections import LoRA
 from rlhf_cli.models import build, devices, lora
 from rlhf_cli.models.batch import Prompts
-from rlhf_cli.planning import model_size
+from rlhf_cli.planning import gpu_time, model_size
 from rlhf_cli.planning.estimate import Estimate
 from rlhf_cli.planning.memory import SCORING, Phase
 from rlhf_cli.planning.model_size import Lengths, ModelSize
 from rlhf_cli.ppo.rollout import HFEngine
 
+ATTAINED = 0.4  # of a known GPU's peak FLOP/s, by the products of the other stages
 MAX_MEASURED_S = 30.0  # by products, of a small model's step; more is left to the products
 TRAINING_BYTES = 16  # per parameter: weights, gradients and moments of AdamW in float32
 SHALLOW_LAYERS = (1, 5)  # of a deep model
@@ -41,8 +42,9 @@ class Duration(NamedTuple):
     """Seconds of each phase."""
 
     phases: dict[str, float]
-    run: bool  # whether passes were measured; else they are a lower bound
-    share: float  # of the processor, which the measurement had; 1 without a measurement
+    run: bool = False  # whether passes were measured
+    is_bound: bool = False  # only the products are counted
+    share: float = 1  # of the processor, which the measurement had
 
 
 class PassTimes(NamedTuple):
@@ -65,10 +67,15 @@ class Measured(NamedTuple):
 
 
 def estimate_duration(stage: Estimate, flops: float | None) -> Duration:
-    """Estimate the time by `flops` operations per second, or by measurements on this machine."""
+    """Estimate the time by `flops` operations per second, or by what is known or measured of the target."""
     computing = [phase for phase in stage.phases if phase.flops]
+    card = stage.target.card
+    if card and not flops:
+        if isinstance(stage.config, PPOConfig):
+            return Duration(gpu_time.ppo_seconds(stage, stage.config, card))
+        flops = ATTAINED * card.peak_flops
     if flops:
-        return Duration({phase.name: phase.flops / flops for phase in computing}, run=False, share=1)
+        return Duration({phase.name: phase.flops / flops for phase in computing}, is_bound=True)
 
     largest = max(stage.parameters.values())
     devices.set_num_threads(largest)
@@ -90,7 +97,7 @@ def _products(stage: Estimate, computing: list[Phase]) -> Duration:
         rate, share = measure_flops(phase.rows * width, stage.policy.shape.hidden)
         seconds[phase.name] = phase.flops / rate
         shares.append(share)
-    return Duration(seconds, run=False, share=min(shares))
+    return Duration(seconds, is_bound=True, share=min(shares))
 
 
 def _shallow_layers(policy: ModelSize, available: int) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
 """The machine that a plan is for: this one, or GPUs that need not be here (gpus.toml)."""
 
 import math
+import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,14 @@ MEMORY_MARGIN = 0.15
 
 
 @dataclass(frozen=True)
+class Card:
+    """What the manufacturer says of a GPU."""
+
+    peak_flops: float  # per second, of dense products in bfloat16
+    bandwidth: float  # bytes per second of its memory
+
+
+@dataclass(frozen=True)
 class Target:
     """Hardware available to each of `processes`, of which `per_machine` (None: all) are on a machine."""
 
@@ -27,7 +37,7 @@ class Target:
     processes: int = 1
     planned: bool = False  # not here; a planned GPU computes in bfloat16
 
-    peak_flops: float | None = None  # of a planned GPU of the table
+    card: Card | None = None  # of a GPU of the table
     per_machine: int | None = None
 
     @property
@@ -49,8 +59,11 @@ class Target:
         if planned is not None:
             return cls._planned(planned, processes, sharing)
         gpu = devices.device().type == "cuda"
+        name = devices.device_name()
         parts = 1 if gpu else sharing or processes
-        return cls(gpu, devices.memory_bytes() // parts, devices.device_name(), processes, per_machine=sharing)
+        memory = devices.memory_bytes() // parts
+        card = next((card_of(each) for each in gpu_table().values() if re.search(each["driver"], name)), None)
+        return cls(gpu, memory, name, processes, card=card, per_machine=sharing)
 
     @classmethod
     def _planned(cls, planned: str, processes: int, sharing: int | None) -> "Target":
@@ -66,7 +79,7 @@ class Target:
             name=f"a GPU {name} of {gib:g} GiB" if name in known else f"a GPU of {gib:g} GiB",
             processes=processes,
             planned=True,
-            peak_flops=known.get(name, {}).get("flops"),
+            card=card_of(known[name]) if name in known else None,
             per_machine=sharing,
         )
 
@@ -83,7 +96,12 @@ def as_number(text: str) -> float | None:
         return None
 
 
+def card_of(row: Mapping[str, Any]) -> Card:
+    """Return what a row of the table says of speed."""
+    return Card(peak_flops=row["flops"], bandwidth=row["bandwidth"])
+
+
 @cache
 def gpu_table() -> dict[str, dict[str, Any]]:
-    """Return the known GPUs by name: memory in GiB, peak FLOP/s, and the source of both."""
+    """Return the known GPUs by name: memory in GiB, peak FLOP/s, bandwidth, and their source."""
     return tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))

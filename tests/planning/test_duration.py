@@ -141,7 +141,7 @@ def test_measured_rows_have_the_average_length(three: Path) -> None:
 def test_other_processes_are_reported(
     share: float, printed: bool, capsys: pytest.CaptureFixture[str], three: Path
 ) -> None:
-    times = {"step_seconds": {"update": 10}, "seconds": 40, "share": share, "run": True}
+    times = {"step_seconds": {"update": 10}, "seconds": 40, "share": share, "run": True, "is_bound": False}
     show(plans.parsed({**ppo(), "steps": 4, **times}), Target.of(None, 1))
     out = capsys.readouterr().out
     assert "4 x 10 s: about 40 s" in out and ("25% of the processor now; alone about 10 s" in out) == printed

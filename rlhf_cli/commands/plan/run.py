@@ -22,8 +22,6 @@ from rlhf_cli.planning.target import Target
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.resolve import models_in_memory
 
-ATTAINED = 0.4  # of a GPU's peak FLOP/s, assumed for a GPU that is not here
-
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -46,9 +44,9 @@ def print_plan(
     the processes, C11 for a size in GiB without FLOP/s.
     """
     target = _target(choices.gpu, choices.processes, choices.machines)
-    flops = choices.flops
-    if target.planned and not flops:
-        flops = _attained_flops(target)
+    if target.planned and not (target.card or choices.flops):
+        text = "--gpu plans for a GPU that need not be here, whose rate cannot be measured"
+        raise RLHFError("C11", text, hint="name the GPU, e.g. --gpu h100, or give --flops too, e.g. 4e14")
     mode = "lora" if choices.mode == "one-base" else choices.mode  # its former name for PPO
     if mode is not None and mode not in MODES:
         raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=did_you_mean(mode, MODES))
@@ -64,7 +62,7 @@ def print_plan(
             if isinstance(stage.config, TRLConfig | PPOConfig):
                 start = models_in_memory(stage.config)[0]
                 lora.check_adapters(stage.config, chain.start(stage.config, start.key).body)
-            plans.append(plan_stage(stage, flops, routed[stage.config.stage], chain=chain, process=process))
+            plans.append(plan_stage(stage, choices.flops, routed[stage.config.stage], chain=chain, process=process))
             bar.advance()
 
     total = plan_total(plans, load_seconds)
@@ -85,14 +83,6 @@ def _target(gpu: str | None, processes: int, machines: int) -> Target:
         text = f"--machines {machines}: {processes} processes cannot be the same number on each"
         raise RLHFError("C07", text, hint=f"give all processes of all machines, e.g. --nproc {8 * machines}")
     return Target.of(gpu, processes, sharing=processes // machines)
-
-
-def _attained_flops(target: Target) -> float:
-    """Return the rate that a GPU which need not be here is assumed to reach. Raises RLHFError C11."""
-    if target.peak_flops is None:
-        text = "--gpu plans for a GPU that need not be here, whose rate cannot be measured"
-        raise RLHFError("C11", text, hint="name the GPU, e.g. --gpu h100, or give --flops too, e.g. 4e14")
-    return ATTAINED * target.peak_flops
 
 
 def _load_configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[str, list[str]]]:

@@ -13,7 +13,7 @@ from rlhf_cli.terminal import duration
 
 GENERATING = ("ppo", "eval")
 VERDICTS = {True: "fits", False: "does not fit", None: "may fit with its optimizer"}
-BOUNDS = {True: "about", False: "at least"}  # of measured times, and of those of matrix products only
+BOUNDS = {False: "about", True: "at least"}  # by whether only matrix products are counted
 STEP = {"sft": "a step", "reward": "a step", "dpo": "a step", "ppo": "an update", "eval": "an evaluation"}
 INDENT = " " * 9
 
@@ -35,7 +35,7 @@ def conclude(plans: Sequence[StagePlan], target: Target) -> None:
         return
     for plan in plans:
         needed = f"{format_bytes(plan.memory_bytes)} of {format_bytes(target.memory)}: {VERDICTS[plan.fits]}"
-        terminal.answer(f"{plan.stage:<8} {needed}; {BOUNDS[plan.run]} {duration(plan.seconds)}")
+        terminal.answer(f"{plan.stage:<8} {needed}; {BOUNDS[plan.is_bound]} {duration(plan.seconds)}")
 
 
 def _show_judge(name: str, cost: MostCost) -> None:
@@ -108,7 +108,7 @@ def _show_time(plan: StagePlan) -> None:
     if plan.steps_are != "exact":
         steps = f"{plan.steps_are} {steps}"
     terms = " + ".join([f"{steps} x {step}", *_by_phase(plan.once_seconds)])
-    total = f"{BOUNDS[plan.run]} {duration(plan.seconds)}"
+    total = f"{BOUNDS[plan.is_bound]} {duration(plan.seconds)}"
     terminal.out(f"{INDENT}{terms}: {total}{_assumptions(plan)}")
 
     if plan.share < devices.MIN_CPU_SHARE:
@@ -147,7 +147,7 @@ def _rows(plan: StagePlan) -> str:
 
 def show_total(total: TotalPlan, *, is_judged: bool) -> None:
     """Print the total of a run's stages. `is_judged`: a language model compares answers in one of them."""
-    time = f"{BOUNDS[total.run]} {duration(total.seconds)}"
+    time = f"{BOUNDS[total.is_bound]} {duration(total.seconds)}"
     memory = f"at most {format_bytes(total.memory_bytes)} of memory, in {total.fullest}: {VERDICTS[total.fits]}"
     terminal.out(f"in all   {time} for {total.starts} stages; {memory}")
 

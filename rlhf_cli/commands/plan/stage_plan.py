@@ -45,7 +45,8 @@ class StagePlan:
     step_seconds: dict[str, float]  # by phase
     once_seconds: dict[str, float]
     seconds: float
-    run: bool  # whether passes were measured; else the seconds are a lower bound
+    run: bool  # whether passes were measured
+    is_bound: bool  # the seconds are a lower bound, of matrix products only
     share: float  # of the processor, which the measurement had
     unit: str
     rows: int
@@ -64,6 +65,7 @@ class TotalPlan:
 
     seconds: float
     run: bool
+    is_bound: bool
     starts: int
     load_seconds: float | None  # that the libraries took to load on this machine
     memory_bytes: int
@@ -103,6 +105,7 @@ def plan_stage(
         once_seconds=once_s,
         seconds=sum(step_s.values()) * stage.steps + sum(once_s.values()),
         run=time.run,
+        is_bound=time.is_bound,
         share=time.share,
         unit=data.unit,
         rows=data.rows,
@@ -140,6 +143,7 @@ def plan_total(plans: Sequence[StagePlan], load_seconds: float | None) -> TotalP
     return TotalPlan(
         seconds=sum(plan.seconds for plan in plans),
         run=all(plan.run for plan in plans),
+        is_bound=any(plan.is_bound for plan in plans),
         starts=len(plans),
         load_seconds=load_seconds,
         memory_bytes=fullest.memory_bytes,
