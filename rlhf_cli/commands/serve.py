@@ -31,13 +31,18 @@ VARIABLES = "env VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
 
 def run(folder: Path, options: Options, *, stage: str | None, rollouts: bool, execute: bool) -> None:
-    """Print the command alone on stdout; with `execute` replace this process by it.
+    """Print the command alone on stdout, or a line for each server; with `execute` replace this process by it.
 
-    Raises RLHFError as the functions below; with `execute` M01 for a model that is not written yet, E09 without vLLM.
+    Raises RLHFError as the functions below; with `execute` M01 for a model that is not written yet, E09 without vLLM,
+    C11 for several servers.
     """
-    line, missing = rollout_server(folder, options) if rollouts else model_server(folder, stage, options)
+    lines, missing = rollout_server(folder, options) if rollouts else model_server(folder, stage, options)
     if options.trust_remote_code:
-        line += " --trust-remote-code"
+        lines = [f"{line} --trust-remote-code" for line in lines]
+    line, *others = lines
+    if execute and others:
+        text = f"--exec starts one server, and models.engine.vllm.url names {len(lines)}"
+        raise RLHFError("C11", text, hint="omit --exec, and start each line where its server is")
     if execute and missing:
         raise RLHFError("M01", "--exec: the model to serve is not written yet", hint=missing)
     if execute and not shutil.which("vllm"):
@@ -49,11 +54,11 @@ def run(folder: Path, options: Options, *, stage: str | None, rollouts: bool, ex
         terminal.say(f"serve    {REQUEST}")
     if execute:
         os.execvp(shlex.split(line)[0], shlex.split(line))
-    terminal.answer(line)
+    terminal.answer("\n".join(lines))
 
 
-def model_server(folder: Path, stage: str | None, options: Options) -> tuple[str, str]:
-    """Return the command for a model as `runs.resolve_model` finds it, and what must run before."""
+def model_server(folder: Path, stage: str | None, options: Options) -> tuple[list[str], str]:
+    """Return the command, alone in a list, for a model as `runs.resolve_model` finds it, and what must run before."""
     model = runs.resolve_model(folder, stage, runs.LAST).model
     name = NAMES[model.stage]
     settings = LOGITS if name == "reward" else PLAIN
@@ -76,7 +81,7 @@ def model_server(folder: Path, stage: str | None, options: Options) -> tuple[str
     context = load.context_length(body)
     if context:
         line += f" --max-model-len {context}"
-    return line, missing
+    return [line], missing
 
 
 def _can_load_adapter(model: Parent, base: Parent) -> bool:
@@ -86,8 +91,10 @@ def _can_load_adapter(model: Parent, base: Parent) -> bool:
     return not base.base and not is_unsupported and adapter["r"] <= LORA_RANKS[-1]
 
 
-def rollout_server(folder: Path, options: Options) -> tuple[str, str]:
-    """Return the command for models.engine of RUN/ppo.yaml, and what must run before. Raises RLHFError C11 for others.
+def rollout_server(folder: Path, options: Options) -> tuple[list[str], str]:
+    """Return the command of each server of models.engine in RUN/ppo.yaml, and what must run before.
+
+    Raises RLHFError C11 for another engine.
 
     Raises RLHFError as `config.load`, `runs.open_reference` and `reading.read_prompts`, too.
     """
@@ -117,11 +124,13 @@ def rollout_server(folder: Path, options: Options) -> tuple[str, str]:
     line += f" {ROLLOUTS} {max(length, 8192)}"  # at least a whole sequence
     if ppo.models.server_sync == "lora" and ppo.models.adapters:
         line += f" {_lora(ppo.models.adapters.r)} --max-loras 3"
-    url = urlsplit(engine.url)
-    line += f" --host {url.hostname}"
-    if url.port:
-        line += f" --port {url.port}"
-    return line, missing
+    return [line + _address(url) for url in engine.urls], missing
+
+
+def _address(url: str) -> str:
+    """Return the options that make a server listen at an address."""
+    parts = urlsplit(url)
+    return f" --host {parts.hostname}" + (f" --port {parts.port}" if parts.port else "")
 
 
 def _whole_model(model: Parent) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -124,14 +125,29 @@ class RewardSourceSettings(Section):
         return None if self.kind in kinds else " or ".join(kinds)
 
 
-class VLLMServerSettings(Section):
-    """A vLLM server that generates the responses. It must see the run's folder."""
+ServerAddress = Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+$")]
 
-    url: str = Field(pattern=r"^https?://[^\s/@?#]+$")
+
+class VLLMServerSettings(Section):
+    """vLLM servers that generate the responses. They must see the run's folder."""
+
+    url: ServerAddress | Annotated[list[ServerAddress], Field(min_length=1)]
     sync: Literal["lora", "disk"] | None = None
     timeout: PositiveFloat = 600.0
     retries: int = Field(3, ge=0, le=20)
     wait: NonNegativeFloat = 600.0
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the address of each server."""
+        return [self.url] if isinstance(self.url, str) else self.url
+
+    @field_validator("url")
+    @classmethod
+    def _check_urls(cls, url: str | list[str]) -> str | list[str]:
+        if isinstance(url, list) and len(set(url)) < len(url):
+            raise invalid("url names a server twice", "give each server once")
+        return url
 
 
 class ServerEngine(Section):

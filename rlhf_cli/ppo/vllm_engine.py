@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -219,6 +220,7 @@ class VLLMEngine:
     max_wait: float  # seconds
     longest_row: int  # tokens
     report: Callable[[str], None]  # tells the user
+    computing: Lock = field(default_factory=Lock)  # held while the models compute
     policy: Any = None  # of the last sync
     update: int = 0
     weights: tuple[str, Path] = ("", Path())  # version and folder of what the server should have
@@ -245,13 +247,32 @@ class VLLMEngine:
         if not distributed.is_main_process():  # it alone draws
             return
 
-        self.policy = policy
-        self.update = update
-        self.served = ""
-
         if self.noise is None:
-            self._retry(self._start)
-        self.weights = self.write("policy", update)
+            self.start(update, self.reference_weights())
+        self.load(update, policy, self.write("policy", update))
+
+    def reference_weights(self) -> tuple[str, Path] | None:
+        """Write the weights of the reference, which a server of whole weights may start from; None for adapters."""
+        return self.write("reference", 0) if self.server.sync == "disk" else None
+
+    def start(self, update: int, weights: tuple[str, Path] | None) -> None:
+        """Measure how far the server's log-probs are from the trainer's for the weights of the reference."""
+        self.update = update
+
+        def measure() -> None:
+            self.server.wait(self.max_wait)
+            self.server.read_models(self.longest_row)
+            name = self.server.load(*weights) if weights else self.server.served
+            self.noise = self._check(name, self.ref, self.max_gap)
+
+        self._retry(measure)
+
+    def load(self, update: int, policy: Any, weights: tuple[str, Path]) -> None:
+        """Make the server load the policy's written weights, and check that it has them."""
+        self.update = update
+        self.policy = policy
+        self.weights = weights
+        self.served = ""
         self._retry(self._load)
 
     def release_memory(self) -> None:
@@ -266,19 +287,12 @@ class VLLMEngine:
                 problem = str(error)
                 self.served = ""
                 wait = f"{self.max_wait:.0f} s"
-                self.report(f"the server {problem}; ppo waits up to {wait}, and sends the weights again")
+                self.report(
+                    f"the server at {self.server.url} {problem}; ppo waits up to {wait}, and sends the weights again"
+                )
                 self.server.wait(self.max_wait)
                 self.server.read_models(self.longest_row)
         raise self.server.error(f"{problem} ({MAX_ATTEMPTS} attempts)")
-
-    def _start(self) -> None:
-        """Measure how far the server's log-probs are from the trainer's for the weights of the reference."""
-        weights = self.write("reference", 0) if self.server.sync == "disk" else None  # the server may start from them
-        self.server.wait(self.max_wait)
-        self.server.read_models(self.longest_row)
-
-        name = self.server.load(*weights) if weights else self.server.served
-        self.noise = self._check(name, self.ref, self.max_gap)
 
     def _load(self) -> None:
         """Load `weights` and check them."""
@@ -296,7 +310,8 @@ class VLLMEngine:
         Raises RLHFError R19 for the weights of the check before, a gap above `limit`, draws of another distribution.
         """
         rollout = self._draw(name, self.probe).to(model.device)
-        drawn = [self._read_row(model, rollout, row) for row in range(len(rollout))]
+        with self.computing:
+            drawn = [self._read_row(model, rollout, row) for row in range(len(rollout))]
         if self.before and _has_old_weights(drawn, self.before):
             raise self._error("still has the weights of the sync before: those of the last update did not arrive")
 

@@ -40,6 +40,11 @@ def set_sync(folder: str, kind: str) -> None:
     file.write_text(yaml.safe_dump(config))
 
 
+def one_at(line: str, host: str, port: str) -> str:
+    """Return a command with another address."""
+    return line.replace("--host 127.0.0.1", f"--host {host}").replace("--port 8101", f"--port {port}")
+
+
 def test_whole_policies_and_refusals(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained_folder)
     whole = "vllm serve ppo/model --served-model-name policy --generation-config vllm --max-model-len 64"
@@ -57,6 +62,10 @@ def test_whole_policies_and_refusals(trained_folder: Path, monkeypatch: pytest.M
     assert served(".", "--rollouts", says=writes) == f"{VARIABLES}ppo/engine/reference/step_000000 {line}"
     Path("ppo/engine/reference/step_000000").mkdir(parents=True)
     assert served(".", "--rollouts") == f"{VARIABLES}ppo/engine/reference/step_000000 {line}"
+    replace("ppo.yaml", "url: http://127.0.0.1:8101", "url: [http://127.0.0.1:8101, http://node2:8102]")
+    one, other = served(".", "--rollouts").splitlines()
+    assert (one, other) == (f"{VARIABLES}ppo/engine/reference/step_000000 {line}".strip(), one_at(one, "node2", "8102"))
+    assert is_one_error(rlhf("serve", ".", "--rollouts", "--exec"), "C11", "--exec starts one server")
     Path("ppo/manifest.json").unlink()
     assert is_one_error(rlhf("serve", "ppo"), "M10", "ppo is not finished")
     assert is_one_error(rlhf("serve", "sft_model"), "M01", "sft_model holds neither ppo/ nor sft/ of a run")

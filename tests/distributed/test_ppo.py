@@ -16,9 +16,11 @@ from chaos.fingerprint import differences, fingerprint
 from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
 from ppo_folder import ONE, PPO, lines, must_succeed, ppo, rlhf, write
 from run_cli import is_one_error
+from stand_in_vllm import StandIn
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import parallel
+from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.models.parallel import SINGLE_PROCESS
 from tests.reference.comparison import compare_run, disagreements
 
@@ -158,6 +160,22 @@ def test_the_stage_in_two_processes(group_folder: Path) -> None:
     keys = ["objective/scores", "objective/kl", "policy/grad_norm", "loss/policy_avg", "loss/value_avg", "episode"]
     for ours, theirs in zip(lines(group_folder / "ppo/metrics.jsonl"), two, strict=True):
         assert [ours[key] for key in keys] == pytest.approx([theirs[key] for key in keys], rel=1e-4, abs=1e-5)
+
+
+def test_two_processes_train_on_what_two_servers_draw(group_folder: Path) -> None:
+    """The first process alone asks the servers; the responses are those that it draws itself in one process."""
+    servers = [StandIn(load_causal_lm(str(group_folder / "sft_model")).eval(), 64) for _ in range(2)]
+    engine = f"models.engine={{vllm: {{url: [{servers[0].url}, {servers[1].url}], wait: 0.1}}}}"
+    must_succeed(child(*command(group_folder / "ppo.yaml", "-s", engine)))
+    asked = [[path for path, _ in server.requests].count("/v1/completions") for server in servers]
+    two = [lines(group_folder / "ppo" / name) for name in ("samples.jsonl", "metrics.jsonl")]
+
+    must_succeed(ppo(group_folder, "--fresh", "-s", "ppo.per_device_train_batch_size=4"))
+    one = [lines(group_folder / "ppo" / name) for name in ("samples.jsonl", "metrics.jsonl")]
+    assert [row["response"] for row in two[0]] == [row["response"] for row in one[0]]
+    scores = [[row["objective/scores"] for row in metrics] for metrics in (two[1], one[1])]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4, abs=1e-4)
+    assert asked[0] == asked[1] > 20
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
 """The rollout engine of a PPO run: one of this process, or a server that gets the policy's weights."""
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli import data, runs, system, terminal
-from rlhf_cli.config.ppo import PPOConfig, PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings, VLLMServerSettings
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import shown
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import files_sha256, json_sha256
 from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models import devices, lora, save
@@ -19,6 +20,7 @@ from rlhf_cli.ppo import graph_engine
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
+from rlhf_cli.ppo.vllm_servers import VLLMServers
 from rlhf_cli.runs.parents import Parent
 
 # Prompts and response tokens by which each sync of a rollout server is checked.
@@ -125,13 +127,14 @@ def server_engine(
     stop_token_id: StopTokenId,
     *,
     bf16: bool,
-) -> VLLMEngine:
-    """Return the engine of models.engine.vllm. Its probe are some of the run's prompts."""
+) -> VLLMEngine | VLLMServers:
+    """Return the engine of models.engine.vllm. Its probe are some of the run's prompts. Raises RLHFError C17."""
     section = config.models.server
     settings = config.ppo
     assert section
-    text = f"the server at {section.url} generates the responses; `rlhf serve {shown(config.run)} --rollouts`"
-    terminal.say(f"ppo      {text} prints its command")
+    urls = server_urls(section)
+    text = f"{' and '.join(urls)} generate the responses; `rlhf serve {shown(config.run)} --rollouts`"
+    terminal.say(f"ppo      {text} prints the command of a server")
 
     probe_rows = prompts[:PROBE_ROWS]
     probe = replace(
@@ -139,18 +142,36 @@ def server_engine(
         seeds=tuple(derive_seed(config.seed, "probe", row) for row in range(len(probe_rows))),
         response_length=min(PROBE_TOKENS, settings.max_response_length),
     )
-    client = HTTPClient(section.timeout, section.retries)
-    return VLLMEngine(
-        server=VLLMClient(section.url, config.models.server_sync, client),
-        ref=weights.ref,
-        write=weights,
-        probe=probe,
-        stop_token_id=stop_token_id,
-        pad_token_id=weights.tokenizer.pad_token_id or 0,
-        temperature=settings.temperature,
-        bf16=bf16,
-        max_gap=settings.max_logprob_gap,
-        max_wait=section.wait,
-        longest_row=max(map(len, prompts)) + settings.max_response_length,
-        report=lambda text: terminal.say(f"ppo      {text}"),
-    )
+    engines = []
+    for url in urls:
+        engine = VLLMEngine(
+            server=VLLMClient(url, config.models.server_sync, HTTPClient(section.timeout, section.retries)),
+            ref=weights.ref,
+            write=weights,
+            probe=probe,
+            stop_token_id=stop_token_id,
+            pad_token_id=weights.tokenizer.pad_token_id or 0,
+            temperature=settings.temperature,
+            bf16=bf16,
+            max_gap=settings.max_logprob_gap,
+            max_wait=section.wait,
+            longest_row=max(map(len, prompts)) + settings.max_response_length,
+            report=lambda text: terminal.say(f"ppo      {text}"),
+        )
+        engines.append(engine)
+    return engines[0] if len(engines) == 1 else VLLMServers(engines)
+
+
+def server_urls(section: VLLMServerSettings) -> list[str]:
+    """Return the addresses of the servers: those in RLHF_ROLLOUT_URLS, which a scheduler sets, or of the config.
+
+    Raises RLHFError C17 for a variable that is no list of addresses with commas between them.
+    """
+    text = os.environ.get("RLHF_ROLLOUT_URLS")
+    if not text:
+        return section.urls
+    try:
+        return VLLMServerSettings(url=text.split(",")).urls
+    except ValueError:
+        message = f"RLHF_ROLLOUT_URLS: {text!r} is not a list of different addresses"
+        raise RLHFError("C17", message, hint="for example http://node1:8000,http://node2:8000") from None

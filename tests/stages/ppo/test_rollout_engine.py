@@ -35,7 +35,7 @@ def test_a_server_draws_the_tokens_of_hf_through_a_stop_and_a_restart(run_folder
     stop_in_update(run_folder, 3, *engine[0])
     first.faults = [unavailable] * 1000
     fails(ppo(run_folder, *engine[0]), "R20", "/health answered 503", exit_code=1)
-    result = must_succeed(ppo(run_folder, *engine[1]), "resumes at step", f"the server at {second.url} generates")
+    result = must_succeed(ppo(run_folder, *engine[1]), "resumes at step", f"{second.url} generate the responses")
     ours, plain = (lines(folder / "ppo/samples.jsonl") for folder in (run_folder, ppo_run))
     assert [row["response"] for row in ours] == [row["response"] for row in plain]
     pairs = zip(lines(run_folder / "ppo/metrics.jsonl"), lines(ppo_run / "ppo/metrics.jsonl"), strict=True)
@@ -61,6 +61,26 @@ def test_a_server_with_the_sft_model_gets_the_policy_that_a_round_starts_from(ru
     must_succeed(ppo(run_folder, *options, "-s", engine))
     ours, plain = (lines(folder / "ppo/samples.jsonl") for folder in (run_folder, run_folder / "plain"))
     assert [row["response"] for row in ours] == [row["response"] for row in plain]
+
+
+def test_two_servers_draw_the_tokens_of_hf_and_a_scheduler_may_move_them(run_folder, ppo_run, monkeypatch):
+    """The addresses are no part of the run's identity."""
+    first, second = (
+        StandIn(AutoModelForCausalLM.from_pretrained(run_folder / "sft_model").eval(), 64) for _ in range(2)
+    )
+    engine = ("-s", f"models.engine={{vllm: {{url: ['{first.url}', 'http://127.0.0.1:1'], wait: 0.1}}}}")
+    fails(ppo(run_folder, *engine), "R20", "http://127.0.0.1:1 /health gave no answer", exit_code=1)
+
+    monkeypatch.setenv("RLHF_ROLLOUT_URLS", f"{first.url},{second.url}")
+    must_succeed(ppo(run_folder, *engine), f"{first.url} and {second.url} generate the responses")
+    ours, plain = (lines(folder / "ppo/samples.jsonl") for folder in (run_folder, ppo_run))
+    assert [row["response"] for row in ours] == [row["response"] for row in plain]
+    drawn = [[path for path, _ in server.requests].count("/v1/completions") for server in (first, second)]
+    assert min(drawn) > 20
+
+    for wrong in ("localhost:8000", f"{first.url},{first.url}", f"{first.url},"):
+        monkeypatch.setenv("RLHF_ROLLOUT_URLS", wrong)
+        fails(ppo(run_folder, *engine, "--fresh"), "C17", "is not a list of different addresses")
 
 
 def unavailable(path: str, body: object) -> tuple[int, bytes]:

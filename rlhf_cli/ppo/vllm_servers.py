@@ -1,0 +1,64 @@
+"""Several vLLM servers as one rollout engine: each draws a block of the rows, and is proven after each sync."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from threading import Lock
+from typing import Any, ClassVar, TypeVar
+
+from rlhf_cli import distributed
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo.vllm_engine import VLLMEngine
+
+T = TypeVar("T")
+
+
+@dataclass
+class VLLMServers:
+    """Samples from several servers at the same time. They load the same files, which are written once.
+
+    A server that is lost is waited for by its own engine, and draws its block again with the same seeds.
+    """
+
+    engines: list[VLLMEngine]
+    name: ClassVar[str] = "vllm"
+    deterministic: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Let the engines check their servers one after the other: they compute with the same models."""
+        computing = Lock()
+        for engine in self.engines:
+            engine.computing = computing
+
+    def generate(self, prompts: Prompts) -> Rollout:
+        """Draw a response to each prompt: the first block of rows from the first server, and so on."""
+        count = len(self.engines)
+        ends = [len(prompts) * number // count for number in range(count + 1)]
+        blocks = [slice(start, end) for start, end in pairwise(ends)]
+
+        def draw(number: int) -> list[Rollout]:
+            rows = blocks[number]
+            return [self.engines[number].generate(prompts.rows(rows))] if rows.start < rows.stop else []
+
+        return Rollout.concat([part for parts in self._at_once(draw) for part in parts])
+
+    def update_weights(self, update: int, policy: Any) -> None:
+        """Write the policy's weights, make all servers load them, and check that each has them."""
+        if not distributed.is_main_process():  # it alone draws
+            return
+
+        first, *_ = self.engines
+        if any(engine.noise is None for engine in self.engines):
+            reference = first.reference_weights()
+            self._at_once(lambda number: self.engines[number].start(update, reference))
+        weights = first.write("policy", update)
+        self._at_once(lambda number: self.engines[number].load(update, policy, weights))
+
+    def release_memory(self) -> None:
+        """Do nothing: the servers have their own memory."""
+
+    def _at_once(self, action: Callable[[int], T]) -> list[T]:
+        """Return what an action returns for the number of each server. Raises the first error when all have ended."""
+        with ThreadPoolExecutor(len(self.engines)) as threads:
+            return list(threads.map(action, range(len(self.engines))))
