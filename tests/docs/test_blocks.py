@@ -172,7 +172,7 @@ def page_cases() -> Iterator[Any]:
             yield pytest.param(page, marks=pytest.mark.slow if Path(page).stem in SLOW else pytest.mark.full)
 
 
-@pytest.mark.parametrize("page", page_cases())
+@pytest.mark.parametrize("page", [*page_cases()])
 def test_the_blocks_of_a_page_run(page: str, ci_run: Path, shell: ForkedShell, tmp_path: Path) -> None:
     prepare(page, ci_run, tmp_path)
     for block in command_blocks(PAGES[page]):
