@@ -18,7 +18,6 @@ from run_cli import ROOT, must_succeed, rlhf, run_here
 from rlhf_cli.commands.init import sizes
 from rlhf_cli.commands.label import server
 from rlhf_cli.commands.label.session import LabelSession
-from rlhf_cli.pipeline import children
 
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in FILES}
@@ -122,6 +121,25 @@ def test_every_block_of_commands_runs_or_says_why_not(page: str) -> None:
     assert unmarked(PAGES[page]) == []
 
 
+def test_a_block_that_neither_runs_nor_says_why_is_found() -> None:
+    runs = "```sh\nrlhf ls\n```\n"
+    marked = "<!-- not run: minutes: the demo -->\n```sh\nmake demo\n```\n"
+    yaml = "```yaml\nseed: 1\n```\n"
+    assert unmarked(runs + marked + yaml) == []
+    assert unmarked("```\nrlhf ls\n```\n") == ["rlhf ls\n"]
+    assert unmarked("```text\n$ rlhf ls\n```\n") == ["$ rlhf ls\n"]
+    assert unmarked(marked.replace("minutes", "tedious")) == ["make demo\n"]
+
+
+def test_a_script_ends_at_its_first_command_that_fails(shell: ForkedShell, tmp_path: Path) -> None:
+    typed = tmp_path / "typed"
+    typed.write_text("")
+    ended = shell.run("rlhf explain kl_coef > kl\nrlhf explain no_such_key\necho after", tmp_path, typed)
+    assert ended.returncode == 2 and "error[C01]" in ended.stdout and "after" not in ended.stdout
+    assert "KL penalty" in (tmp_path / "kl").read_text()
+    assert shell.run("make reviews", tmp_path, typed).returncode == 1, "only `make demo` has a stand-in"
+
+
 def label_all(session: LabelSession, port: int) -> None:
     """A person in front of the page, in place of its server."""
     for annotator in session.annotators:
@@ -147,7 +165,6 @@ def ci_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedShell]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "serve", label_all)
-        patch.setattr(children, "RLHF_COMMAND", ("rlhf",))
         patch.setattr(sizes, "CPU_MINUTES", 0.05)
         patch.setattr(sizes, "MIN_STEPS", 2)
         with closing(ForkedShell(tmp_path_factory.mktemp("shell"), STAND_INS)) as shell:

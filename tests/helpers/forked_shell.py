@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhf_cli.cli import app
+from rlhf_cli.pipeline import children
 
 # What the shell starts as `rlhf`: it sends its words, folder, variables and streams, and ends with the code it is sent.
 CLIENT = """#!{python} -SE
@@ -92,6 +93,7 @@ def _run_command(connection: socket.socket) -> None:
         sys.stderr = os.fdopen(2, "w")
         os.chdir(folder)
         os.environ.update(variables)
+        children.RLHF_COMMAND = ("rlhf",)  # the stages of `rlhf run` are forks, too
         app(words, prog_name="rlhf")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
