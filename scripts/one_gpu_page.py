@@ -43,9 +43,9 @@ HEAD = """# One GPU: 24, 48, 80 GB
 `rlhf init preferences` takes the first placement of the four models that fits your GPU, and writes it into four
 files. This page has whole examples, so that you see what to expect and what to change.
 
-```
+```sh
 rlhf init preferences runs/mine --data pairs.jsonl --base Qwen/Qwen3-4B --gpu 24     # --gpu: only for another machine
-rlhf plan runs/mine --gpu 24                                                          # memory and time of each stage
+rlhf plan runs/mine --gpu 4090                                                        # memory and time of each stage
 rlhf run runs/mine
 ```
 

@@ -17,6 +17,7 @@ DataPath = Annotated[str, PathField("data")]
 ModelPath = Annotated[str, PathField("model")]
 FolderPath = Annotated[str, PathField("folder")]  # never a hub id, even before it exists
 JudgePath = Annotated[str, PathField("judge")]
+PACKAGE = Path(__file__).parents[1]
 MAX_NAME_BYTES = 255  # Linux's NAME_MAX
 MAX_PATH_BYTES = 3500  # its PATH_MAX of 4096 minus paths inside a run
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -150,7 +151,7 @@ class Config(Section):
         return {key: replace(source, seed=self.seed) for key, source in sources.items()}
 
     def code(self) -> dict[str, Path]:
-        """Return the Python files of `module:function` values, by key path; beside the config, else where rlhf runs."""
+        """Return the Python files of `module:function` values, by key path."""
         functions: dict[str, Any] = {}
         for name, source in getattr(self, "rewards", {}).items():
             functions[f"rewards.{name}.function"] = source.function
@@ -167,8 +168,11 @@ class Config(Section):
         return found
 
     def _find_module(self, module: str) -> Path | None:
-        """Return the file that `import module` would find beside the config or where rlhf runs."""
-        for folder in (self.file.parent, Path.cwd()):
+        """Return the file that `import module` would find beside the config, where rlhf runs, or in rlhf."""
+        folders = [self.file.parent, Path.cwd()]
+        if module.startswith("rlhf_cli."):
+            folders.append(PACKAGE.parent)
+        for folder in folders:
             stem = folder / module.replace(".", "/")
             for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
                 if os.path.isfile(file):  # False for a name that is too long, too

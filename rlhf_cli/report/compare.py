@@ -6,8 +6,9 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.report_text import pair_label, ppo_points
 from rlhf_cli.evaluation.sample_pairs import columns_text, deciding_judge
 from rlhf_cli.jsonl import is_number
@@ -36,40 +37,69 @@ SECTIONS = (
 )
 
 
-def of_runs(runs: list[Run]) -> str:
-    """Return the page that compares runs; equal files give equal bytes."""
-    names = short_names([run.folder for run in runs])
-    found = [diagnosis.diagnose(run) for run in runs]
-    differences = between(runs)
-    direct = head_to_head(names, runs, comparable_judges(runs))
-    answered = direct.side_by_side if direct else read_answers([])
-    frontiers = list(_frontiers(names, runs))
-    drawn = list(_curves(names, runs))
+class Comparison:
+    """Runs side by side: their diagnoses, PPO's policies head to head, and the keys that differ."""
 
-    notes: list[str] = []
-    for name, run in zip(names, runs, strict=True):
-        notes += [f"{name}: {note}" for note in run.notes]
-    return render_template(
-        "compare.html.jinja",
-        title=f"{len(runs)} runs",
-        subtitle=", ".join(names),
-        sections=SECTIONS,
-        names=names,
-        notes=notes,
-        conclusions=[(name, each.conclusion()) for name, each in zip(names, found, strict=True)],
-        win_rates=list(win_rate_differences(names, runs)),
-        only_seeds={key for _, key, _ in differences} == {"seed"},
-        direct=direct.table if direct else (),
-        answers=answered,
-        columns_text=columns_text,
-        stale=False,
-        data=packed(answered.contents() | {"figures": tables([*frontiers, *drawn])}),
-        frontiers=frontiers,
-        results=[row for row in results(runs) if row[-1]],  # known of some run
-        curves=drawn,
-        differences=[[stage, key, *values] for stage, key, values in differences],
-        stages=_state_rows(found),
-    )
+    def __init__(self, runs: Sequence[Run], found: Sequence[diagnosis.Diagnosis]) -> None:
+        self.runs = runs
+        self.found = found
+        self.names = short_names([run.folder for run in runs])
+        self.differences = between(runs)
+        self.direct = head_to_head(self.names, runs, comparable_judges(runs))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the head-to-head win rates and the keys that differ, with the runs by their folders."""
+        folders = {name: shown(run.folder) for name, run in zip(self.names, self.runs, strict=True)}
+        matches = [
+            {
+                "first": folders[match.first],
+                "second": folders[match.second],
+                "judge": match.judge,
+                "win_rate": match.rate.model_dump(mode="json", exclude_none=True),
+            }
+            for match in (self.direct.matches if self.direct else ())
+        ]
+        settings = [{"stage": stage, "key": key, "values": values} for stage, key, values in self.differences]
+        return {"head_to_head": matches, "settings": settings}
+
+    def page(self) -> str:
+        """Return the page that compares the runs; equal files give equal bytes."""
+        names = self.names
+        runs = self.runs
+        direct = self.direct
+        answered = direct.side_by_side if direct else read_answers([])
+        frontiers = list(_frontiers(names, runs))
+        drawn = list(_curves(names, runs))
+
+        notes: list[str] = []
+        for name, run in zip(names, runs, strict=True):
+            notes += [f"{name}: {note}" for note in run.notes]
+        return render_template(
+            "compare.html.jinja",
+            title=f"{len(runs)} runs",
+            subtitle=", ".join(names),
+            sections=SECTIONS,
+            names=names,
+            notes=notes,
+            conclusions=[(name, each.conclusion()) for name, each in zip(names, self.found, strict=True)],
+            win_rates=list(win_rate_differences(names, runs)),
+            only_seeds={key for _, key, _ in self.differences} == {"seed"},
+            direct=direct.table if direct else (),
+            answers=answered,
+            columns_text=columns_text,
+            stale=False,
+            data=packed(answered.contents() | {"figures": tables([*frontiers, *drawn])}),
+            frontiers=frontiers,
+            results=[row for row in results(runs) if row[-1]],  # known of some run
+            curves=drawn,
+            differences=[[stage, key, *values] for stage, key, values in self.differences],
+            stages=_state_rows(self.found),
+        )
+
+
+def of_runs(runs: Sequence[Run]) -> Comparison:
+    """Return the comparison of runs."""
+    return Comparison(runs, [diagnosis.diagnose(run) for run in runs])
 
 
 def short_names(folders: list[Path]) -> list[str]:
@@ -138,7 +168,7 @@ def result_row(title: str, found: Sequence[Result], *, share: bool = False, aver
     return [title, *cells, mean, spread, len(known)]
 
 
-def results(runs: list[Run]) -> Iterator[Row]:
+def results(runs: Sequence[Run]) -> Iterator[Row]:
     """Yield a row for each of the main results. Evaluations that are out of date are ignored."""
     reports = [run.outcome for run in runs]
     yield result_row("SFT, held-out loss", [_held_out_loss(run) for run in runs])
@@ -228,7 +258,7 @@ class RatedRun(NamedTuple):
     n: int
 
 
-def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
+def win_rate_differences(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
     """Yield for each judge if the highest and lowest win rate over SFT differ by more than chance in the prompts.
 
     The interval of their difference is corrected for the number of pairs of runs.
@@ -311,7 +341,7 @@ def _has_means(judge: str, report: Report) -> bool:
 # Curves
 
 
-def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
+def _curves(names: Sequence[str], runs: Sequence[Run]) -> Iterator[Figure]:
     """Yield the curves of each metric that is not constant."""
     stages = [run.stages["ppo"] for run in runs]
     for rule in RULES:

@@ -1,7 +1,8 @@
 """PPO policies of several runs against one another, on the prompts that all of them answered."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -54,13 +55,15 @@ class HeadToHead:
     answers: Mapping[str, Sequence[Sample]]  # by run, in the same order of prompts
     judges: Sequence[str]  # that are the same in all runs, and scored every answer; the one that decides is first
 
-    @property
-    def matches(self) -> Iterator[Match]:
-        """Yield the result of each two runs by each judge."""
+    @cached_property
+    def matches(self) -> list[Match]:
+        """The result of each two runs by each judge."""
+        matches = []
         for first, second in combinations(self.answers, 2):
             for judge in self.judges:
                 rate = _win_rate(judge, self.answers[first], self.answers[second])
-                yield Match(first, second, judge, rate)
+                matches.append(Match(first, second, judge, rate))
+        return matches
 
     @property
     def table(self) -> Table:

@@ -1,8 +1,8 @@
 """Write the page of a run, or of a comparison, to a file; show an evaluation at its end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,10 @@ class Page:
     path: Path
     found: Sequence["Diagnosis"]
     summary: str
+    comparison: Mapping[str, Any] = field(default_factory=dict)  # of several runs, as JSON
 
     def as_json(self) -> dict[str, Any]:
-        return {"page": shown(self.path), "runs": [each.as_json() for each in self.found]}
+        return {"page": shown(self.path), "runs": [each.as_json() for each in self.found], **self.comparison}
 
 
 def write_page(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Page:
@@ -64,19 +65,22 @@ def draw_page(folders: Sequence[Path], out: Path | None, step: str = LAST, *, re
 
     target = out or _default_target(runs, step)
     _prepare_target(target)
-    found = [diagnosis.diagnose(each) for each in runs]
+    compared: dict[str, Any] = {}
     if len(runs) == 1:
+        found: Sequence[Diagnosis] = [diagnosis.diagnose(runs[0])]
         contents = page.of_run(runs[0])
         summary = found[0].conclusion()
     else:
-        contents = compare.of_runs(runs)
-        names = compare.short_names([each.folder for each in runs])
-        summary = f"comparison of {len(runs)} runs: {', '.join(names)}"
+        comparison = compare.of_runs(runs)
+        found = comparison.found
+        contents = comparison.page()
+        summary = f"comparison of {len(runs)} runs: {', '.join(comparison.names)}"
+        compared = comparison.as_json()
 
     if reload_s:
         contents = html.with_reload(contents, reload_s)
     write_text(target.resolve(), contents)
-    return Page(target, found, summary)
+    return Page(target, found, summary, compared)
 
 
 def _default_target(runs: Sequence[Run], step: str) -> Path:

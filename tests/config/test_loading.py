@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from bad_configs import MINIMAL, loaded, messages, written
+from run_cli import ROOT
 
 from rlhf_cli import config, runs
 from rlhf_cli.config.loading import load
@@ -151,6 +152,14 @@ def test_the_code_of_a_reward_is_beside_the_config_or_where_rlhf_runs(here: Path
     assert config.code() == {"rewards.f.function": here / "style.py", "rewards.g.function": pack}
     assert runs.identity_difference({}, {"data": {"rewards.f.function": "a"}}) == []  # not hashed by older versions
     assert runs.identity_difference({}, {"parents": {"judges.f": "a"}}) == ["judges.f: was not set"]
+
+
+def test_the_code_of_a_judge_in_rlhf_is_the_same_from_every_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of a clone, in which rlhf_cli/ is a folder, is not stale elsewhere."""
+    config = loaded(here, "eval", "", "judges.gold=rlhf_cli.demo.gold:gold", "judges.other=json.decoder:scanstring")
+    away = config.code()
+    monkeypatch.chdir(ROOT)
+    assert away == config.code() == {"judges.gold": ROOT / "rlhf_cli/demo/gold.py"}
 
 
 def test_new_weights_keep_every_field_and_an_empty_section_means_its_defaults(here: Path) -> None:

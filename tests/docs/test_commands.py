@@ -151,7 +151,7 @@ def test_every_page_that_the_code_names_exists(tracked: list[str]) -> None:
     assert len(named) > 5 and sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/extending.md"])
 def test_every_path_that_a_developers_page_names_exists(page: str) -> None:
     names = {name for name in NAMES.findall((ROOT / page).read_text(encoding="utf-8")) if not name.startswith("..")}
     names -= {"state/step_N", "snapshots/step_N"}  # of a run

@@ -1,4 +1,4 @@
-"""docs/ppo.md, Use as a library: its program learns; torch, transformers and pydantic are enough."""
+"""docs/library.md: its program learns; torch, transformers and pydantic are enough."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from without_packages import python
 from rlhf_cli import ppo
 
 MODEL = ROOT.parent / "shared/models/stories260K"
-PAGE = (ROOT / "docs/ppo.md").read_text(encoding="utf-8").partition("## Use as a library")[2]
+PAGE = (ROOT / "docs/library.md").read_text(encoding="utf-8")
 PROGRAM, CALLS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""docs/ppo.md and docs/metrics.md say what the code has: functions, tests, recipes, and every key of every log."""
+"""docs/ppo*.md and docs/metrics.md say what the code has: functions, tests, recipes, and every key of every log."""
 
 import ast
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from doc_tables import ALGORITHM, EVALUATION, METRICS, cells, section
+from doc_tables import ALGORITHM, ALGORITHM_PAGES, EVALUATION, METRICS, cells, section
 from ppo_folder import PPO, PROMPTS, lines, must_succeed, ppo, rlhf, write
 
 from rlhf_cli.config.ppo import RECIPES, PPOSettings
@@ -106,7 +106,7 @@ def test_every_key_of_sft_and_reward_is_described(folder: Path, world: World) ->
     agree(real["reward"], keys("Reward model metrics") | {"lr", "grad_norm", "num_tokens", "epoch", "eval_num_tokens"})
 
 
-# docs/ppo.md
+# docs/ppo*.md
 
 
 @cache
@@ -120,7 +120,9 @@ def names(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["ppo.md", "metrics.md", "report-json.md", "frontier.md", "results/guarantees.md"])
+@pytest.mark.parametrize(
+    "page", [*ALGORITHM_PAGES, "metrics.md", "report-json.md", "frontier.md", "results/guarantees.md"]
+)
 def test_every_test_that_is_named_exists(page: str) -> None:
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / page).read_text(encoding="utf-8")))
     missing = [place for place in named if not (ROOT / place[0]).is_file() or place[1] not in names(ROOT / place[0])]
@@ -137,7 +139,7 @@ def test_every_function_that_is_named_exists() -> None:
         assert path.is_file() and (not name or name in names(path)), f"{file}:{name}"
 
 
-def test_every_option_of_the_algorithm_is_on_the_page() -> None:
+def test_every_option_of_the_algorithm_is_on_a_page() -> None:
     mentioned = set(re.findall(r"\w+", ALGORITHM))
     outside = {"bf16", "fp16", "num_sample_generations", "generate_ref_response", "local_rollout_forward_batch_size"}
     trainer = {"num_train_epochs", "warmup_steps", "warmup_ratio", "lr_scheduler_type", "weight_decay"}

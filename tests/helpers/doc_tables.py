@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("metrics.md", "report-json.md", "ppo.md")
-METRICS, EVALUATION, ALGORITHM = ((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
+METRICS = (DOCS / "metrics.md").read_text(encoding="utf-8")
+EVALUATION = (DOCS / "report-json.md").read_text(encoding="utf-8")
+ALGORITHM_PAGES = sorted(path.name for path in DOCS.glob("ppo*.md"))
+ALGORITHM = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ALGORITHM_PAGES)
 
 
 def section(text: str, title: str) -> str:

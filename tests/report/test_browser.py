@@ -140,7 +140,7 @@ def test_a_comparison_shows_the_answers_of_both_runs(tmp_path: Path, chromium: A
         shown = [row | {"response": f"{row['response']} in {name}"} for row in answers(60)]
         write_jsonl(run / "eval/samples.jsonl", shown)
         runs.append(read_run(run))
-    (tmp_path / "report.html").write_text(compare.of_runs(runs), encoding="utf-8")
+    (tmp_path / "report.html").write_text(compare.of_runs(runs).page(), encoding="utf-8")
     with opened(chromium, (tmp_path / "report.html").as_uri(), "390-dark") as page:
         page.wait_for_selector("#found:not(:empty)")
         picture(page, "comparison-390-dark", whole=True)

@@ -61,7 +61,7 @@ def test_a_comparison_has_curves_and_settings(tmp_path: Path) -> None:
     begin(folders[1] / "ppo", configs()["ppo"] | {"seed": 3, "ppo": {"kl_coef": 0.5, "response_length": 53}})
     disagreement = {"objective__disagreement__mine": [0.1 * step for step in range(20)]}
     write_jsonl(folders[1] / "ppo/metrics.jsonl", metrics(objective__scores=[9.0] * 20, **disagreement))
-    html = compare.of_runs([read_run(folder) for folder in folders])
+    html = compare.of_runs([read_run(folder) for folder in folders]).page()
     assert Reader(html).tags["script"] == 1
     figure = re.findall(r'<svg [^>]*aria-label="Reward score[^"]*">(.*?)</svg>', html, re.S)[0]
     assert figure.count('-series-one-demo"') == figure.count('-series-two-demo"') == 1
@@ -76,11 +76,14 @@ def test_a_comparison_has_curves_and_settings(tmp_path: Path) -> None:
 def test_a_comparison_of_runs_that_have_only_started_and_the_names_of_runs(tmp_path: Path) -> None:
     for name in ("one", "two"):
         begin(tmp_path / name / "sft", configs()["sft"])
-    html = compare.of_runs([read_run(tmp_path / name) for name in ("one", "two")])
+    html = compare.of_runs([read_run(tmp_path / name) for name in ("one", "two")]).page()
     assert "No run has made an update yet." in html and "Their configs have the same values." in html
     assert "The runs have the same settings, so the spread is noise" in html
     begin(tmp_path / "two/sft", configs()["sft"] | {"seed": 1})
-    assert "The runs differ only in their seed, so" in compare.of_runs([read_run(tmp_path / n) for n in ("one", "two")])
+    assert (
+        "The runs differ only in their seed, so"
+        in compare.of_runs([read_run(tmp_path / n) for n in ("one", "two")]).page()
+    )
     assert compare.short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert compare.short_names([Path("/x/a/demo"), Path("/x/b/demo")]) == ["a/demo", "b/demo"]
     assert compare.short_names([Path("/x/a"), Path("/x/a")]) == ["a (1)", "a (2)"]

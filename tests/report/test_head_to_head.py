@@ -1,10 +1,12 @@
 """Head to head: the PPO policies of several runs on the prompts that their evaluations share."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from report_run import answers, begin, change, configs, finish, report, text_of, win, write_run
+from run_cli import must_succeed, rlhf
 
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.report import compare
@@ -64,7 +66,7 @@ def test_only_what_is_comparable_is_compared(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("figures")
 def test_the_page_has_all_runs_in_one_figure_and_their_answers(tmp_path: Path) -> None:
     runs = [read_run(write(tmp_path / name, shifted(12, gain))) for name, gain in (("a", 0.0), ("b", 2.0))]
-    html = compare.of_runs(runs)
+    html = compare.of_runs(runs).page()
     text = text_of(html)
     assert "a over b gold 12 8 % [" in text and "Largest gains of b" in text and "12 prompts, 24 answers" in text
     figure = html[html.index('data-figure="runs-0"') :]
@@ -72,5 +74,27 @@ def test_the_page_has_all_runs_in_one_figure_and_their_answers(tmp_path: Path) -
     evaluation = report()
     evaluation["win_rate"]["ppo_vs_sft"]["people"] = win(0.6)
     folders = [write_run(tmp_path / name, evaluation=evaluation) for name in "cd"]
-    html = compare.of_runs([read_run(folder) for folder in folders])
+    html = compare.of_runs([read_run(folder) for folder in folders]).page()
     assert "PPO over SFT, people" in html and html.count('data-figure="runs-') == 2, "people give no means"
+
+
+@pytest.mark.usefixtures("figures")
+def test_the_json_of_a_comparison_has_what_its_page_says(here: Path) -> None:
+    for name, gain in (("a", 0.0), ("b", 2.0)):
+        write(here / name, shifted(12, gain))
+    begin(here / "b/ppo", configs()["ppo"] | {"seed": 3})
+    printed = json.loads(must_succeed(rlhf("report", "a", "b", "--json")).stdout)
+    assert [run["run"] for run in printed["runs"]] == ["a", "b"]
+
+    gold, reward = printed["head_to_head"]
+    assert (gold["first"], gold["second"], gold["judge"], reward["judge"]) == ("a", "b", "gold", "reward")
+    (match, _) = compare.of_runs([read_run(Path(name)) for name in "ab"]).direct.matches
+    low, high = gold["win_rate"]["ci95"]
+    assert gold["win_rate"] == match.rate.model_dump(mode="json", exclude_none=True)
+    assert (gold["win_rate"]["n"], gold["win_rate"]["ties"]) == (12, 2) and low < gold["win_rate"]["value"] < high
+    assert printed["settings"] == [{"stage": "ppo", "key": "seed", "values": ["0", "3"]}]
+
+    text = text_of(Path(printed["page"]).read_text(encoding="utf-8"))
+    assert " ".join(match.row) in text and "ppo seed 0 3" in text
+    alone = json.loads(must_succeed(rlhf("report", "a", "--json")).stdout)
+    assert alone.keys() == {"page", "runs"}
