@@ -103,19 +103,19 @@ def measure(training: Training) -> dict[str, Any]:
     with label_smoothing(training.smoothing):
         reward_stage.run(config, Options())
 
-    return score_checkpoints(config, training)
+    return score_checkpoints(config, training.folder / "held_out.jsonl", training.case.errors)
 
 
-def score_checkpoints(config: Any, training: Training) -> dict[str, Any]:
+def score_checkpoints(config: Any, pairs: Path, errors: float) -> dict[str, Any]:
     """Return the accuracies of the checkpoints of a finished training, and what each rule of choice gains."""
-    held_out = Held.read(config, training.folder / "held_out.jsonl")
+    held_out = Held.read(config, pairs)
     right = {}
-    states = (training.folder / "reward/state").glob("checkpoint-*")
+    states = (config.folder / "state").glob("checkpoint-*")
     for step, state in sorted((int(state.name.split("-")[1]), state) for state in states):
         model = load.load_reward_model(state).eval().requires_grad_(False)
         right[step] = np.array(held_out.right(model))
     accuracies = {step: round(float(values.mean()), 4) for step, values in right.items()}
-    return {"accuracies": accuracies, **gains(right, held_out.prompts, training.case.errors)}
+    return {"accuracies": accuracies, **gains(right, held_out.prompts, errors)}
 
 
 def gains(right: dict[int, Any], prompts: Sequence[Any], errors: float) -> dict[str, Any]:

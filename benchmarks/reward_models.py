@@ -6,9 +6,12 @@ it a run for each reward model and each arm:
 member-0 to -2   reward models that differ by their seed: the initial head and the order of the pairs
 shared-1, -2     with the initial head of member-0, but other orders
 average          the mean of the weights of member-0, shared-1 and -2, normalised again (WARM, arXiv 2401.12187)
-one              PPO on member-0
-mean, min        PPO on member-0 to -2, combined
-average          PPO on the averaged model
+debiased-0 to -2 the members with `reward.length_debias`
+overfit          8 epochs on 500 of the pairs, with a quarter of the labels exchanged, also in the evaluations
+overfit-STEP     its last evaluated step, the one that `reward.keep: best` takes, and that of the highest accuracy
+ppo-one          PPO on member-0
+ppo-mean, -min   PPO on member-0 to -2, combined
+ppo-...          PPO on the averaged model, on debiased-0, on the mean of debiased-0 to -2, and on the overfit ones
 
 The answers of PPO in `one` to 300 prompts are the policy's own pairs, of which gold decides. Gold scores each update's
 answers, and PPO does not learn from it. A run that was cut off continues. Prints the tables of
@@ -17,29 +20,38 @@ docs/results/reward-model.md, and writes OUT/reward_models.json.
 
 import argparse
 import json
+import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import comb
 from pathlib import Path
 from statistics import fmean
+from unittest import mock
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.arms import Row, World, difference, interval, read, rlhf, spread, value_at
+from benchmarks.checkpoints import HELD_OUT_PAIRS, score_checkpoints
 from rlhf_cli import data
+from rlhf_cli.config import loading
 from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.demo import world as demo
 from rlhf_cli.demo.gold import gold
+from rlhf_cli.evaluation.kept_step import best_of
 from rlhf_cli.evaluation.reward_model import ScoredPair, length_correlation
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import forward, load, tokenizers
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.runs.manifest import read_manifest
 
 PAIRS = 2000  # of the 12,000 of the demo: few enough for PPO to over-optimise
 MEMBERS = 3
+OVERFIT_PAIRS, EXCHANGED = 500, 0.25  # as many pairs choose the step
+OVERFIT: dict[str, Row] = {"reward": {"num_train_epochs": 8}, "output": {"save_steps": 16, "keep": 8}}  # 16: an epoch
 OWN = 300  # prompts whose own pairs measure the reward models
 UPDATES, BATCH = 20, 64
 KL_COEF = 0.02
@@ -50,19 +62,27 @@ BEST_OF = (4, 16)
 
 MODELS = [f"member-{number}" for number in range(MEMBERS)]
 SHARED = ["member-0", *(f"shared-{number}" for number in range(1, MEMBERS))]
+DEBIASED = [f"debiased-{number}" for number in range(MEMBERS)]
+STEPS = [f"overfit-{step}" for step in ("last", "best", "highest")]
 # Arm of PPO -> its reward models, and how they are combined.
 ARMS: dict[str, tuple[list[str], str]] = {
     "one": (MODELS[:1], "mean"),
     "mean": (MODELS, "mean"),
     "min": (MODELS, "min"),
     "average": (["average"], "mean"),
+    "debiased": (DEBIASED[:1], "mean"),
+    "debiased-mean": (DEBIASED, "mean"),
+    **{name: ([name], "mean") for name in STEPS},
 }
-# Row of the table of reward models -> the same. `one` is the mean of the figures of the members.
+# Row of the table of reward models -> the same. ALONE are the means of the figures of these models.
 SCORERS: dict[str, tuple[list[str], str]] = {
     **ARMS,
     "entropic": (MODELS, "entropic"),
     "mean, one head": (SHARED, "mean"),
 }
+ALONE = {"one": MODELS, "debiased": DEBIASED}
+# Row -> the row that it is compared with, of others `one`.
+BASELINES = {"debiased-mean": "mean", "overfit-best": "overfit-last", "overfit-highest": "overfit-last"}
 # How the table of reward models combines scores (members, rows); PPO has no `entropic` (arXiv 2606.09073).
 COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda scores: scores.mean(0),
@@ -77,32 +97,53 @@ class RewardWorld(World):
 
     def train_reward_models(self) -> None:
         """Train the members, and average those of one head; the head is that of an untrained reward model."""
-        self.reward("head", reward={**FROZEN, "normalize": "none"})
+        pairs = read(self.folder / "demo/data/pairs.jsonl")[:PAIRS]
+        self.reward("head", pairs, reward={**FROZEN, "normalize": "none"})
         for number, name in enumerate(MODELS):
-            self.reward(name, number)
+            self.reward(name, pairs, number)
         for number, name in enumerate(SHARED[1:], start=1):
-            self.reward(name, number, model={"start": "../head/reward"})
-        self.average("average", SHARED)
+            self.reward(name, pairs, number, model={"start": "../head/reward"})
+        self.normalize("average", pairs, [f"{name}/reward/model" for name in SHARED])
 
-    def reward(self, name: str, number: int = 0, **changes: Row) -> None:
+        debias = {**FROZEN, "length_debias": True}
+        for number, name in enumerate(DEBIASED):
+            self.reward(name, pairs, number, model={"start": f"../{MODELS[number]}/reward"}, reward=debias)
+        self.overfit(pairs[:OVERFIT_PAIRS])
+
+    def reward(self, name: str, pairs: list[Row], number: int = 0, **changes: Row) -> None:
         """Train a reward model on the pairs, with the seed of a member."""
         run = self.folder / name
         if not run.exists():
             run.mkdir()
-            write_jsonl(run / "pairs.jsonl", read(self.folder / "demo/data/pairs.jsonl")[:PAIRS])
+            write_jsonl(run / "pairs.jsonl", pairs)
             model = {"path": "../demo/sft", **changes.pop("model", {})}
-            self.write(run, "reward", model=model, data={"train": "pairs.jsonl", "eval": None}, **changes)
+            files = {"train": "pairs.jsonl", "eval": None, **changes.pop("data", {})}
+            self.write(run, "reward", model=model, data=files, **changes)
         rlhf("reward", run, "-s", f"seed={self.seed + 100 * number}")
 
-    def average(self, name: str, members: Sequence[str]) -> None:
-        """Write a reward model whose weights are the mean of those of the members, normalised like them."""
+    def normalize(self, name: str, pairs: list[Row], models: Sequence[str]) -> None:
+        """Write a reward model whose weights are the mean of those of some folders, normalised like the members."""
         plain = self.folder / f"{name}-weights"
         if not plain.exists():
-            shutil.copytree(self.folder / members[0] / "reward/model", plain)
-            weights = [load_file(self.folder / member / "reward/model/model.safetensors") for member in members]
+            shutil.copytree(self.folder / "member-0/reward/model", plain)
+            weights = [load_file(self.folder / model / "model.safetensors") for model in models]
             mean = {key: torch.stack([each[key] for each in weights]).mean(0) for key in weights[0]}
             save_file(mean, plain / "model.safetensors", metadata={"format": "pt"})
-        self.reward(name, model={"start": f"../{plain.name}"}, reward=FROZEN)
+        self.reward(name, pairs, model={"start": f"../{plain.name}"}, reward=FROZEN)
+
+    def overfit(self, pairs: list[Row]) -> None:
+        """Train on few pairs with wrong labels, and take the three steps; other pairs with wrong labels choose them."""
+        draw = random.Random(f"{self.seed} overfit")
+        held_out = list(demo.pairs(demo.split(self.seed)[1], OVERFIT_PAIRS, draw))
+        write_jsonl(self.folder / "choose.jsonl", exchange(held_out, draw))
+        self.reward("overfit", exchange(pairs, draw), data={"eval": "../choose.jsonl"}, **OVERFIT)
+
+        card = read_manifest(self.folder / "overfit/reward")[0].card
+        assert card and card.kept_step
+        kept = card.kept_step
+        steps = [kept.evaluated[-1].step, kept.step, best_of(kept).step]
+        for name, step in zip(STEPS, steps, strict=True):
+            self.normalize(name, pairs, [f"overfit/reward/state/checkpoint-{step}"])
 
     def train_policy(self, arm: str) -> None:
         """Train PPO on the reward of an arm, from the SFT model; gold watches."""
@@ -177,18 +218,28 @@ class RewardWorld(World):
                 **best_of_n(scores[sampled].reshape(PROMPTS, ANSWERS), golds),
             }
 
-        scores = {name: self.scores(name, rollout) for name in {*MODELS, *SHARED, "average"}}
-        alone = [figures(scores[name]) for name in MODELS]
-        found = {"one": {key: fmean(row[key] for row in alone) for key in alone[0]}}
+        scores = {name: self.scores(name, rollout) for name in {*MODELS, *SHARED, *DEBIASED, *STEPS, "average"}}
+        found = {}
         for scorer, (members, combine) in SCORERS.items():
-            combined = COMBINE[combine](torch.stack([scores[name] for name in members]))
-            found.setdefault(scorer, figures(combined))
+            if scorer in ALONE:
+                alone = [figures(scores[name]) for name in ALONE[scorer]]
+                found[scorer] = {key: fmean(row[key] for row in alone) for key in alone[0]}
+            else:
+                found[scorer] = figures(COMBINE[combine](torch.stack([scores[name] for name in members])))
         return found
 
     def scores(self, name: str, rollout: Rollout) -> torch.Tensor:
         """Return the scores of answers by a reward model, as PPO sees them."""
         model = load.load_reward_model(self.folder / name / "reward/model").eval().requires_grad_(False)
         return forward.rollout_scores(model, rollout, max_rows=64)
+
+    def measure_choice(self) -> Row:
+        """Return what each rule of choice gains over the last step, on pairs without wrong labels."""
+        pairs = self.folder / "held_out.jsonl"
+        with mock.patch.object(demo, "FLIPS", 0):
+            draw = random.Random(f"{self.seed} held out")
+            write_jsonl(pairs, demo.pairs(demo.split(self.seed)[1], HELD_OUT_PAIRS, draw))
+        return score_checkpoints(loading.load("reward", self.folder / "overfit/reward.yaml"), pairs, EXCHANGED)
 
     def measure_policy(self, arm: str) -> Row:
         """Return gold at each of KLS and the means of the last updates: between means of WINDOW updates."""
@@ -219,6 +270,15 @@ def sample(folder: Path, prompts: Sequence[str], seed: int) -> list[Row]:
     return [{"prompt": prompt, "answers": texts[n * ANSWERS : (n + 1) * ANSWERS]} for n, prompt in enumerate(prompts)]
 
 
+def exchange(pairs: Sequence[Row], draw: random.Random) -> list[Row]:
+    """Return the pairs with wrong labels: a share EXCHANGED has its answers exchanged."""
+    labelled = []
+    for row in pairs:
+        errs = draw.random() < EXCHANGED
+        labelled.append({**row, "chosen": row["rejected"], "rejected": row["chosen"]} if errs else row)
+    return labelled
+
+
 def as_pairs(scores: Sequence[float], lengths: Sequence[int]) -> list[ScoredPair]:
     """Return the pairs whose chosen and rejected answers alternate."""
     places = range(0, len(scores), 2)
@@ -237,11 +297,12 @@ def best_of_n(scores: torch.Tensor, golds: torch.Tensor) -> Row:
 
 
 def write_tables(results: Mapping[int, Mapping[str, Mapping[str, Row]]]) -> str:
-    """Return the tables of the reward models and the policies, and the differences from `one`, over the seeds."""
+    """Return the tables of the reward models and the policies, and their differences, over the seeds."""
     tables = []
     for name in ("reward models", "policies"):
         rows = [result[name] for result in results.values()]
         tables += [table(name, rows), table_of_differences(rows)]
+    tables += [f"choice, seed {seed}: {result['choice']}" for seed, result in results.items()]
     return "\n\n".join(tables)
 
 
@@ -256,13 +317,14 @@ def table(name: str, results: Sequence[Mapping[str, Row]]) -> str:
 
 
 def table_of_differences(results: Sequence[Mapping[str, Row]]) -> str:
-    """Return a table of each arm's gold less that of `one`."""
+    """Return a table of each arm's figures less those of its baseline."""
     columns = list(results[0]["one"])
     lines = [f"| difference | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for arm in results[0]:
         if arm != "one":
-            cells = [interval([difference(row[arm][key], row["one"][key]) for row in results]) for key in columns]
-            lines.append(f"| {arm} - one | {' | '.join(cells)} |")
+            base = BASELINES.get(arm, "one")
+            cells = [interval([difference(row[arm][key], row[base][key]) for row in results]) for key in columns]
+            lines.append(f"| {arm} - {base} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -282,6 +344,7 @@ def main() -> None:
         results[seed] = {
             "reward models": world.measure_reward_models(),
             "policies": {arm: world.measure_policy(arm) for arm in ARMS},
+            "choice": world.measure_choice(),
         }
         (args.out / "reward_models.json").write_text(json.dumps(results, indent=2))
         print(write_tables(results), flush=True)

@@ -307,12 +307,13 @@ def comparable_judges(runs: Sequence[Run]) -> list[str]:
 
 
 def _judge_model(run: Run, judge: str) -> str:
-    """Return the hash of a judge's model, or the name of a language model, or else its setting."""
+    """Return the hashes of a judge's models, or the name of a language model, or else its setting."""
     key = "models.reward" if judge == "reward" else f"judges.{judge}"
     stage = run.stages["eval"]
-    parent = stage.manifest.parents.get(key)
-    if parent:
-        return str(parent.sha256)
+    parents = stage.manifest.parents
+    models = [entry.sha256 for name, entry in parents.items() if name == key or name.startswith(f"{key}.members.")]
+    if models:
+        return " ".join(models)
     return str(stage.setting(f"{key}.openai.model") or stage.setting(key))
 
 

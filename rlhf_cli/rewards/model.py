@@ -154,6 +154,15 @@ class EnsembleReward:
         return replace(ensemble, score=COMBINE[self.combine](ensemble, self.std_coef))
 
 
+RewardModels = ModelReward | EnsembleReward
+
+
+def model_scores(source: RewardModels, rollout: Rollout) -> Tensor:
+    """Return the scores (B,) of one reward model, or the combined ones of an ensemble."""
+    scores = source(rollout)
+    return scores.score if isinstance(scores, EnsembleScores) else scores
+
+
 # Name -> the combined score (B,), of an ensemble whose `score` is the mean of its members.
 COMBINE: dict[str, Callable[[EnsembleScores, float], Tensor]] = {
     "mean": lambda ensemble, _: ensemble.score,

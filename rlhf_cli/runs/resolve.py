@@ -84,9 +84,13 @@ def _references_of_evaluation(config: EvalConfig) -> list[Named]:
         ("models.previous", models.previous, POLICY_STAGES, None),
     ]
     found += [(f"policies.{name}", path, POLICY_STAGES, None) for name, path in config.policies.items()]
+    scorers = {"models.reward": models.reward}
     for name, judge in config.judges.items():
         if judge_kind(judge) == "model":
             found.append((f"judges.{name}", str(judge), ("reward",), None))
+            scorers[f"judges.{name}"] = str(judge)
+    for key, path in scorers.items():
+        found += [(f"{key}.members.{number}", path, ("reward",), None) for number, path in _other_members(path).items()]
     return found
 
 

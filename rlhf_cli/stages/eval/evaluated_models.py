@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from rlhf_cli import config as configs
 from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.ppo import RewardSourceSettings
 from rlhf_cli.evaluation.responses import SnapshotSeries
 from rlhf_cli.models import devices, interpolation, load, lora, row_trial
 from rlhf_cli.rewards.function import score_texts
-from rlhf_cli.rewards.model import ModelReward
+from rlhf_cli.rewards.model import EnsembleReward, ModelReward, RewardModels
 from rlhf_cli.rewards.signature import RewardFn, TextRows
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import lifecycle, model_loading, scoring
@@ -106,9 +109,9 @@ class EvaluatedModels:
 
 def load_judges(
     loaded: EvaluatedModels, policy_text: scoring.PolicyText, functions: Mapping[str, RewardFn]
-) -> dict[str, JudgeFn | ModelReward]:
+) -> dict[str, JudgeFn | RewardModels]:
     """Load the judges by name: reward models, and `functions`. `reward` is the model PPO was trained on."""
-    judges: dict[str, JudgeFn | ModelReward] = {}
+    judges: dict[str, JudgeFn | RewardModels] = {}
     if "models.reward" in loaded.stage.parents:
         judges["reward"] = _load_model_judge(loaded, policy_text, "models.reward")
     for name in loaded.config.judges:
@@ -119,8 +122,29 @@ def load_judges(
     return judges
 
 
-def _load_model_judge(loaded: EvaluatedModels, policy_text: scoring.PolicyText, key: str) -> ModelReward:
-    """Load a reward model that judges, with its own tokenizer if it has another one."""
+def _load_model_judge(loaded: EvaluatedModels, policy_text: scoring.PolicyText, key: str) -> RewardModels:
+    """Load a reward model that judges, or all members of an ensemble, combined as in PPO."""
+    prefix = f"{key}.members."
+    members = {"1": _load_reward_model(loaded, policy_text, key)}
+    for other in loaded.stage.parents:
+        if other.startswith(prefix):
+            members[other.removeprefix(prefix)] = _load_reward_model(loaded, policy_text, other)
+    if len(members) == 1:
+        return members["1"]
+    source = _source_of_ppo(loaded, loaded.stage.parents[key].path)
+    return EnsembleReward(members, source.combine, source.std_coef)
+
+
+def _source_of_ppo(loaded: EvaluatedModels, path: Path) -> RewardSourceSettings:
+    """Return PPO's reward source with this model, a default one if PPO had none."""
+    ppo = loaded.stage.parents["models.ppo"]
+    sources = configs.load("ppo", ppo.path / "config.yaml").rewards.values() if ppo.stage == "ppo" else []
+    used = [source for source in sources if source.model and Path(source.model) == path]
+    return used[0] if used else RewardSourceSettings(model=str(path))
+
+
+def _load_reward_model(loaded: EvaluatedModels, policy_text: scoring.PolicyText, key: str) -> ModelReward:
+    """Load a reward model, with its own tokenizer if it has another one."""
     config = loaded.config
     parent = loaded.stage.parents[key]
     own_tokenizer = scoring.load_own_tokenizer(config, loaded.stage.options, policy_text.sft, parent)

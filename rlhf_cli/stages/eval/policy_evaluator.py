@@ -21,7 +21,7 @@ from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.rewards.model import ModelReward
+from rlhf_cli.rewards.model import RewardModels, model_scores
 from rlhf_cli.rewards.signature import TextRows
 from rlhf_cli.stages.common import lifecycle, scoring
 from rlhf_cli.stages.eval.evaluated_models import (
@@ -134,7 +134,7 @@ class PolicyEvaluator:
     tokenizer: Any
     prompts: list[data.Prompt]
     sampling: EvalSampling
-    judges: dict[str, JudgeFn | ModelReward]
+    judges: dict[str, JudgeFn | RewardModels]
     process_group: ProcessGroup
 
     def evaluate(self, name: str, mode: str, policy: Any, sft: Any, draw: int = 0) -> EvalResponses:
@@ -158,7 +158,7 @@ class PolicyEvaluator:
         rows = TextRows.from_tokens(self.tokenizer, [prompt.ids for prompt in self.prompts], ids, prompts.records)
         scores: dict[str, list[float]] = {}
         for judge, source in self.judges.items():
-            if isinstance(source, ModelReward):
+            if isinstance(source, RewardModels):
                 scores[judge] = responses.scores[judge]
             else:
                 scores[judge] = self.process_group.run_on_main(partial(source, rows))
@@ -177,8 +177,8 @@ class PolicyEvaluator:
 
         scores = dict(answers.scores)
         for judge, source in self.judges.items():
-            if isinstance(source, ModelReward):
-                scores[judge] = source(rollout).tolist()
+            if isinstance(source, RewardModels):
+                scores[judge] = model_scores(source, rollout).tolist()
             else:
                 scores[judge] = self.process_group.run_on_main(partial(source, rows))
         _require_finite(answers.model, scores)
@@ -217,7 +217,9 @@ class PolicyEvaluator:
                 if name == "ppo":
                     tokens = [_token_kl(rollout, ratios.tokens, row) for row in range(len(rollout))]
         scores = {
-            judge: source(rollout).tolist() for judge, source in self.judges.items() if isinstance(source, ModelReward)
+            judge: model_scores(source, rollout).tolist()
+            for judge, source in self.judges.items()
+            if isinstance(source, RewardModels)
         }
         responses = EvalResponses(
             model=name,

@@ -33,15 +33,16 @@ def make_report_card(
     trend: LengthTrend | None,
     *,
     process_group: ProcessGroup,
-) -> tuple[RewardModelCard | None, dict[str, float]]:
-    """Return the report card on the evaluation pairs, in raw scores, and TRL's metrics; None and {} without pairs.
+) -> tuple[RewardModelCard | None, dict[str, float], list[ScoredPair]]:
+    """Return the report card on the evaluation pairs, TRL's metrics, and the pairs; without pairs None, {} and [].
 
-    With `reward.length_debias` the card is of the scores without the `trend`, and the metrics of all, as in training.
+    The scores are raw. With `reward.length_debias` the card is of those without the `trend`, and the metrics of all, as
+    in training.
     Warns R10-R12 of the card's flags. Raises RLHFError R01 if scores are not finite.
     """
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
-        return None, {}
+        return None, {}, []
 
     probed = reward_probes.probe_rows(rows)
     context = load.context_length(scorer.config)
@@ -79,7 +80,7 @@ def make_report_card(
         "margin": sum(pair.margin for pair in pairs) / len(pairs),
         **_score_range(pairs, batch_size),
     }
-    return card, metrics
+    return card, metrics, pairs
 
 
 def _score_all(

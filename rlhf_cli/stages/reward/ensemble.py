@@ -1,18 +1,21 @@
 """Members of an ensemble: their entries in the manifest, and their scores of the held-out pairs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.errors import shown
 from rlhf_cli.evaluation import reward_model
-from rlhf_cli.models import load
+from rlhf_cli.evaluation.reward_model import ScoredPair
+from rlhf_cli.models import forward, load
 from rlhf_cli.runs.parents import parent_entry
 from rlhf_cli.runs.report import EnsembleCard
 from rlhf_cli.stages.common import lifecycle, trl_training
 from rlhf_cli.stages.common.training_rows import PairRows
-from rlhf_cli.stages.reward.scores import scaled_scores, use_bf16
+from rlhf_cli.stages.reward.card import scored_pairs
+from rlhf_cli.stages.reward.scores import raw_scores, use_bf16
 
 
 def train_other_members(
@@ -37,22 +40,26 @@ def open_members(config: RewardConfig) -> dict[str, Any]:
     return members
 
 
-def measure_ensemble(config: RewardConfig, stage: lifecycle.StageRun, scorer: Any, rows: PairRows) -> EnsembleCard:
-    """Score the held-out pairs by each member, of which `scorer` is the first, and compare the scores."""
+def measure_ensemble(
+    config: RewardConfig, stage: lifecycle.StageRun, scorer: Any, rows: PairRows, pairs: Sequence[ScoredPair]
+) -> EnsembleCard:
+    """Score the held-out pairs by the other members, and compare the scores with those by `scorer` in `pairs`."""
+    size = config.reward.per_device_eval_batch_size
 
-    def score_pairs(member: Any) -> list[float]:
-        return scaled_scores(
-            member,
-            [*rows, *rows],
-            ["chosen_ids"] * len(rows) + ["rejected_ids"] * len(rows),
-            config.reward.per_device_eval_batch_size,
-            stage.process_group,
-            bf16=use_bf16(config),
-        )
+    def score(member: Any, name: str) -> list[float]:
+        return raw_scores(member, [row[name] for row in rows], size, stage.process_group, bf16=use_bf16(config))
 
-    scores = [score_pairs(scorer)]
+    scores = [_scaled_scores(scorer.config, pairs)]
     for member in config.other_members:
         other = trl_training.load_saved_model(load.load_reward_model, member, stage.options, base=None)
-        scores.append(score_pairs(other))
+        others = scored_pairs(rows, score(other, "chosen_ids"), score(other, "rejected_ids"))
+        scores.append(_scaled_scores(other.config, others))
         del other  # before the next one is in memory
     return reward_model.compare_members(scores)
+
+
+def _scaled_scores(model_config: Any, pairs: Sequence[ScoredPair]) -> list[float]:
+    """Return the scores as PPO sees them: of the chosen answers, then of the rejected ones."""
+    scale = partial(forward.scale_scores, model_config)
+    chosen = [scale(pair.chosen, pair.chosen_length) for pair in pairs]
+    return chosen + [scale(pair.rejected, pair.rejected_length) for pair in pairs]

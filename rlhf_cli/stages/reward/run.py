@@ -66,7 +66,9 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
         in_memory = ModelsInMemory(sft_model, base)
         del sft_model, base
         scorer, scale, trend = load_normalized(config, stage, in_memory, tokenizer, rows)
-        card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, trend, process_group=process_group)
+        card, metrics, pairs = make_report_card(
+            config, scorer, tokenizer, eval_rows, trend, process_group=process_group
+        )
         if card and kept_step is None:  # else the log has an evaluation of the last step
             trl_training.log_final_evaluation(log, steps, metrics)
 
@@ -76,7 +78,7 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
         card = card.with_changes(
             label_errors=label_errors(rows),
             kept_step=kept_step,
-            ensemble=measure_ensemble(config, stage, scorer, eval_rows) if config.reward.ensemble else None,
+            ensemble=measure_ensemble(config, stage, scorer, eval_rows, pairs) if config.reward.ensemble else None,
         )
         fields["card"] = card.to_json()
     fields["metrics"] = card.headline() if card else {}

@@ -3,6 +3,7 @@
 Modules: `config/reward.py`.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_a_kill_in_the_second_member_keeps_the_first(
 
 
 @pytest.mark.parametrize("combine", ["min", "mean"])
-def test_ppo_scores_by_the_members_combined(
+def test_ppo_and_evaluation_score_by_the_members_combined(
     combine: str, world: World, tmp_path: Path, sft_stage: Path, ensemble: RewardConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[tuple[Rollout, EnsembleScores]] = []
@@ -127,19 +128,31 @@ def test_ppo_scores_by_the_members_combined(
         return scored[-1][1]
 
     monkeypatch.setattr(EnsembleReward, "__call__", call)
-    sections = {"models": {"sft": str(sft_stage), "reward": str(ensemble.folder)}, "data": {"prompts": str(world.sft)}}
-    path = world.config(tmp_path, "ppo", **sections, rewards={"reward": {"combine": combine}}, ppo=PPO)
+    models = {"sft": str(sft_stage), "reward": str(ensemble.folder)}
+    data = {"prompts": str(world.sft)}
+    path = world.config(tmp_path, "ppo", models=models, data=data, rewards={"reward": {"combine": combine}}, ppo=PPO)
     must_succeed(rlhf("ppo", path))
+    (line,) = [row for _, row in jsonl.read_jsonl(tmp_path / "ppo/metrics.jsonl")]
+    assert {f"objective/score/reward/{number}" for number in (1, 2, 3)} <= line.keys()
+    manifest = manifest_of(load("ppo", path))
+    assert {"rewards.reward.model", "rewards.reward.models.2", "rewards.reward.models.3"} <= manifest["parents"].keys()
+
+    of_ppo = len(scored)
+    quick = {"n": 8, "modes": ["sampled"], "best_of": [2], "frontier": False}
+    path = world.config(tmp_path, "eval", models=models, data=data, eval=quick)
+    assert "models.reward.members.3" in must_succeed(rlhf("check", path)).stdout
+    must_succeed(rlhf("eval", path))
+    report = json.loads((tmp_path / "eval/report.json").read_text())
+    assert report["models"]["sft"]["reward_mean"] == pytest.approx(float(scored[of_ppo][1].score.mean()), abs=1e-4)
+    assert report["best_of"][0]["n"] == 2 and len(scored) == of_ppo + 4, "SFT, PPO and two draws"
+    parents = manifest_of(load("eval", path))["parents"]
+    assert {"models.reward", "models.reward.members.2", "models.reward.members.3"} <= parents.keys()
 
     scorers = [load_reward_model(folder / "model").eval() for folder in folders_of(ensemble)]
     for rollout, found in scored:
         by_hand = torch.stack([forward.rollout_scores(scorer, rollout, max_rows=8) for scorer in scorers])
         expected = by_hand.amin(0) if combine == "min" else by_hand.mean(0)
         assert found.score.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
-    (line,) = [row for _, row in jsonl.read_jsonl(tmp_path / "ppo/metrics.jsonl")]
-    assert {f"objective/score/reward/{number}" for number in (1, 2, 3)} <= line.keys()
-    manifest = manifest_of(load("ppo", path))
-    assert {"rewards.reward.model", "rewards.reward.models.2", "rewards.reward.models.3"} <= manifest["parents"].keys()
 
 
 def test_the_plan_counts_every_member(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
