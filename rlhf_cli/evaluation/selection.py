@@ -93,25 +93,26 @@ def choose(candidates: Sequence[EvalResponses], sft: EvalResponses, rows: Sequen
     Of equal means the one with the lowest KL is taken. SFT is also taken if no candidate is within the KL.
     """
 
-    def scores_of(policy: EvalResponses) -> list[float]:
-        return [policy.scores[rule.judge][row] for row in rows]
-
-    kls = {each.model: fmean(each.kl[row] for row in rows) for each in candidates if each.kl is not None}
-    near = [each for each in candidates if rule.max_kl is None or kls[each.model] <= rule.max_kl]
-    bound = "" if rule.max_kl is None else f" with a KL of at most {rule.max_kl:g}"
+    near = [each for each in candidates if rule.max_kl is None or _mean(each.kl, rows) <= rule.max_kl]
     if not near:
-        return Choice(sft, f"none of {len(candidates)} policies{bound}")
+        return Choice(sft, f"none of {len(candidates)} policies has a KL of at most {rule.max_kl:g}")
 
-    means = {each.model: fmean(scores_of(each)) for each in near}
-    best = max(near, key=lambda each: (means[each.model], -kls[each.model]))
-    prompts = [sft.prompts[row] for row in rows]
-    gain, interval = statistics.paired_difference(scores_of(best), scores_of(sft), prompts)
-
-    highest = f"the highest mean of {rule.judge} on {len(rows)} prompts among {len(near)} of {len(candidates)} policies"
+    best = max(near, key=lambda each: (_mean(each.scores[rule.judge], rows), -_mean(each.kl, rows)))
+    ours, theirs = ([policy.scores[rule.judge][row] for row in rows] for policy in (best, sft))
+    gain, interval = statistics.paired_difference(ours, theirs, [sft.prompts[row] for row in rows])
     _, high = interval or (gain, gain)
+
+    bound = "" if rule.max_kl is None else f" with a KL of at most {rule.max_kl:g}"
+    among = f"among {len(near)} of {len(candidates)} policies{bound}"
+    highest = f"the highest mean of {rule.judge} on {len(rows)} prompts {among}"
     if high < 0:
-        return Choice(sft, f"{policy_label(best.step, best.share)}, {highest}{bound}, is worse beyond chance")
-    return Choice(best, f"{highest}{bound}")
+        return Choice(sft, f"{highest} is that of {policy_label(best.step, best.share)}, and below SFT's beyond chance")
+    return Choice(best, highest)
+
+
+def _mean(values: Sequence[float] | None, rows: Sequence[int]) -> float:
+    assert values is not None, "the answers were sampled"
+    return fmean(values[row] for row in rows)
 
 
 def recommend(candidates: Sequence[EvalResponses], sft: EvalResponses, rule: Rule) -> RecommendedPolicy | None:

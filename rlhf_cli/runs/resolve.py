@@ -323,7 +323,8 @@ def _by_default(last: ResolvedModel, *, is_named: bool) -> ResolvedModel:
         return _recommended(last, recommended)
     others = set(state_steps(last.model.path / SNAPSHOTS)) - {last.step}
     if recommended is None and others:
-        terminal.say(f"the last policy, after update {last.step}: no evaluation recommends one of {len(others) + 1}")
+        which = f"the last policy, after update {last.step}"
+        terminal.say(f"{which}: no evaluation recommends one of {len(others) + 1} (rlhf eval)")
     return last
 
 

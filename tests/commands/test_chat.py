@@ -378,8 +378,8 @@ def test_invalid_selections(run: Path) -> None:
     assert is_error(piped("nowhere"), "M01", "no such folder nowhere")
     for arguments, code, *texts in (
         (("--step", "99"), "C06", "run/ppo has no policy of that step", "there are "),
-        (("--step", "best"), "C07", "--step best: not last, selected or a number"),
-        (("--step", "selected"), "C06", "selected no policy"),
+        (("--step", "best"), "C07", "--step best: not last, recommended or a number"),
+        (("--step", "recommended"), "C06", "recommends no policy"),
         (("--stage", "reward"), "C11", "run/reward is a reward model, which generates no text"),
         (("--compare", "sft,pp"), "C07", "--compare sft,pp: not sft,ppo or ppo,sft"),
         (("--compare", "ppo,ppo"), "C07", "not sft,ppo or ppo,sft"),

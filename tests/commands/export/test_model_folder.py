@@ -43,7 +43,9 @@ def trained(adapters_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A run of adapters, PPO on one base, evaluated with a judge that selects. Not to be changed."""
     folder = shutil.copytree(adapters_run, tmp_path_factory.mktemp("export") / "run")
     (folder / "judges.py").write_text(JUDGE)
-    text = adapter_folder.EVAL.replace("eval: {", "judges: {short: 'judges:short'}\neval: {select: short, ")
+    text = adapter_folder.EVAL.replace(
+        "eval: {", "judges: {short: 'judges:short'}\neval: {interpolate: [], select: short, "
+    )
     (folder / "eval.yaml").write_text(text)
     adapter_folder.run(folder, "ppo", *LORA, *LONG)
     adapter_folder.run(folder, "eval")
@@ -179,7 +181,7 @@ def test_policies_on_one_base_need_neither_the_run_nor_the_base(copied: Path) ->
     selected = json.loads((copied / "eval/report.json").read_text())["selected_step"]
     steps = {int(path.name[-6:]): path for path in (copied / "ppo/snapshots").iterdir()}
     assert selected in steps and min(steps) < 5
-    folders = {"last": copied / "ppo/model", "selected": steps[selected], str(min(steps)): steps[min(steps)]}
+    folders = {"last": copied / "ppo/model", "recommended": steps[selected], str(min(steps)): steps[min(steps)]}
     own = {step: with_adapter(load_causal_lm(copied / "sft/model"), folder) for step, folder in folders.items()}
     for step in folders:
         exported(copied, "--step", step, out=step)
@@ -202,17 +204,17 @@ def test_a_bfloat16_run_is_merged_in_float32_and_rounded_once(copied: Path) -> N
 def test_the_card_has_the_hashes_and_results_of_the_run(copied: Path) -> None:
     report = json.loads((copied / "eval/report.json").read_text())
     step, prompt = report["selected_step"], next(jsonl.read_jsonl(copied / "eval/samples.jsonl"))[1]["prompt"]
-    last = (exported(copied, out="last") / "README.md").read_text()
+    last = (exported(copied, "--step", "last", out="last") / "README.md").read_text()
     selected = (exported(copied, "--step", "selected", "--show-prompt", out="selected") / "README.md").read_text()
     for stage in ("ppo", "sft", "reward"):
         manifest = json.loads((copied / stage / "manifest.json").read_text())
         hashes = [manifest["model_sha256"], *manifest["data"].values()]
         assert all(f"`{sha256[:12]}`" in last for sha256 in hashes) and f"\n| {stage} | " in last
     assert "adapters of rank 3, which are merged" in last and f"after update {step} of 5. The eval" in selected
+    assert (exported(copied, "--show-prompt", out="default") / "README.md").read_text() == selected
     assert "| `objective/kl_k1` |" in last and "| `objective/kl_k1` |" not in selected, "of the last policy"
     assert f"prompt = {prompt!r}" in selected and repr(prompt) not in last
-    point = next(point for point in report["frontier"] if point["step"] == step)
-    for text, rates in ((last, report["win_rate"]["ppo_vs_sft"]), (selected, point["win_rate"])):
+    for text, rates in ((last, report["win_rate"]["ppo_vs_sft"]), (selected, report["selected"]["win_rate"])):
         assert f"| PPO over SFT | short | {rates['short']['value']:.3f} [" in text
         results = ModelCard(text).data.eval_results
         assert [each.metric_value for each in results] == [round(rate["value"], 4) for rate in rates.values()]
@@ -232,7 +234,9 @@ def test_an_evaluation_of_another_model_is_not_used(copied: Path) -> None:
 
 
 def test_the_default_is_ppo_or_sft_if_there_is_no_ppo(copied: Path) -> None:
+    shutil.rmtree(copied / "eval")
     out = rlhf("export", copied, "--out", "one")
+    assert "the last policy, after update 5: no evaluation recommends one of" in out.stderr
     assert out.stdout.startswith("export   run/ppo after update 5 with its adapters merged, "), out.stderr
     (copied / "ppo/manifest.json").unlink()
     assert is_error(rlhf("export", copied, "--out", "out"), "M10", "run/ppo is not finished", "--stage sft")
@@ -254,10 +258,10 @@ def test_models_that_cannot_be_chosen(copied: Path) -> None:
         ((copied / "ppo/model",), "M01", "name the stage's folder: run/ppo"),
     ):
         assert is_error(rlhf("export", *arguments, "--out", "out"), code, *texts)
-    replace("run/eval.yaml", "select: short, ", "")
+    replace("run/eval.yaml", "select: short, ", "frontier: false, ")
     adapter_folder.run(copied, "eval", "--fresh")
     result = rlhf("export", copied, "--step", "selected", "--out", "out")
-    assert is_error(result, "C06", "the evaluation in run/eval selected no policy (eval.select names no judge)")
+    assert is_error(result, "C06", "the evaluation in run/eval recommends no policy")
     shutil.rmtree(copied / "reward")
     result = rlhf("export", copied, "--stage", "reward", "--out", "out")
     assert is_error(result, "M01", "run holds no reward stage", "hint: it holds ppo and sft")
@@ -305,7 +309,7 @@ def test_m12_a_folder_that_is_not_the_runs_model(copied: Path, monkeypatch: pyte
     for name, function, text in patches:
         with monkeypatch.context() as patched:
             patched.setattr(name, function)
-            result = rlhf("export", copied, "--out", "out", "--dtype", "float16")
+            result = rlhf("export", copied, "--out", "out", "--dtype", "float16", "--step", "last")
             assert is_error(result, "M12", text, exit_code=1)
 
 
