@@ -180,7 +180,7 @@ def recommended(rng: Rng, *, prompts: int, rows: int, count: int, worth: str) ->
         replace(evaluated({"judge": common + noise + mean}, lengths, np.full(size, 1.0 + step)), step=step)
         for step, (noise, mean) in enumerate(zip(apart, means, strict=True))
     ]
-    sft = evaluated({"judge": sft_scores}, lengths, np.zeros(size))
+    sft = replace(evaluated({"judge": sft_scores}, lengths, np.zeros(size)), model="sft")
     own = selection.recommend(made, sft, selection.Rule("judge", None))
     true = 0.0 if own.is_sft else means[own.step]
     deviation = np.sqrt(1 + 0.25 + 0.36 + 0.625**2)

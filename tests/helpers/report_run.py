@@ -16,6 +16,7 @@ from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.report import charts, frontier, page, svg
 from rlhf_cli.report.svg import Drawing, Values
 from rlhf_cli.runs.read import read_run
+from rlhf_cli.runs.report import RecommendedPolicy, Report
 
 DRAW_SVG = charts.draw_svg
 SFT_LOSSES = [3.0, 2.5, 2.25, 2.125]
@@ -262,3 +263,13 @@ def text_of(html: str) -> str:
     for markup in (r"<(template|style|script|svg)\b.*?</\1>", r"<[^>]*>"):
         html = re.sub(markup, " ", html, flags=re.S)
     return " ".join(unescape(html).split())
+
+
+def recommend(
+    monkeypatch: pytest.MonkeyPatch, policy: str, *, step: int | None = None, share: float | None = None
+) -> str:
+    """Let every evaluation recommend a policy; return the line that says so."""
+    chosen = RecommendedPolicy(judge="gold", rule="planned", policy=policy, step=step, share=share)
+    found = Report(n=8, selected_step=step, selected=chosen)
+    patch.setattr("rlhf_cli.runs.resolve._report", lambda parent: found)
+    return f"recommended: {found.recommendation}; --step last takes the last policy\n"

@@ -14,6 +14,7 @@ from typing import Any
 import adapter_folder
 import families
 import pytest
+import report_run
 import torch
 from adapter_folder import logits, widen, write
 from bad_inputs import replace
@@ -189,6 +190,36 @@ def test_policies_on_one_base_need_neither_the_run_nor_the_base(copied: Path) ->
     shutil.rmtree(copied)
     for step in folders:
         assert same(logits(plain(Path(step))), own[step]) and len(AutoTokenizer.from_pretrained(step)) > 0
+
+
+def test_a_recommended_policy_between_sft_and_ppo_is_built_by_default(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As --interpolate builds it, by export; by serve after an export."""
+    line = report_run.recommend(monkeypatch, "interpolated_0.5", step=5, share=0.5)
+    assert line.startswith("recommended: share 0.5 of update 5 (planned); ")
+    exported(copied, "--step", "last", "--interpolate", "0.5", out="half")
+    result = must_succeed(rlhf("export", copied, "--out", "default"))
+    assert line in result.stderr and "update 5 at share 0.5 from its SFT model with its adapters" in result.stdout
+    same_bytes = [Path(name, "model.safetensors").read_bytes() for name in ("half", "default")]
+    assert same_bytes[0] == same_bytes[1] and "recommends it: share 0.5 of" in Path("default/README.md").read_text()
+
+    served = must_succeed(rlhf("serve", copied))
+    export = served.stderr.splitlines()[-1].removeprefix("serve    first: ").split()
+    assert export[:2] == ["rlhf", "export"] and export[-2:] == ["--step", "recommended"]
+    must_succeed(rlhf(*export[1:]))
+    assert (Path(export[4]) / "model.safetensors").read_bytes() == same_bytes[0]
+    again = must_succeed(rlhf("serve", copied))
+    assert again.stderr == line and again.stdout == served.stdout and f"vllm serve {export[4]} " in again.stdout
+
+
+def test_the_sft_model_is_taken_if_it_is_recommended_and_ppo_is_not_named(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = report_run.recommend(monkeypatch, "sft")
+    for arguments, stage in (((), "sft"), (("--step", "recommended"), "sft"), (("--stage", "ppo"), "ppo")):
+        result = must_succeed(rlhf("export", copied, "--out", f"{stage}{len(arguments)}{arguments[:1]}", *arguments))
+        assert result.stdout.startswith(f"export   run/{stage} ") and (line in result.stderr) == (stage == "sft")
 
 
 def test_a_bfloat16_run_is_merged_in_float32_and_rounded_once(copied: Path) -> None:
