@@ -144,7 +144,7 @@ def _whole_model(model: Parent, step: int | None = None) -> tuple[str, str]:
 
 
 def _export(model: Parent, suffix: str, options: str) -> tuple[str, str]:
-    """Return the folder of an export of a model, and the command that writes it if it is not there."""
+    """Return the folder of an export of a model, and the command that writes it if it is missing."""
     folder = model.path.resolve().parent / "exported" / f"{model.stage}-{model.sha256[:8]}{suffix}"
     command = f"first: rlhf export {shell_path(model.path)} --out {shell_path(folder)}{options}"
     return shell_path(folder), "" if folder.is_dir() else command

@@ -119,8 +119,7 @@ def recommend(candidates: Sequence[EvalResponses], sft: EvalResponses, rule: Rul
     """Choose a policy on one half of the prompts, and return it with its figures on the other half.
 
     The first of the `candidates` is the last policy of PPO; without others there is no choice. All have the step of
-    PPO's policy that they are or are made from. The figures have no bias of the choice, since no prompt of theirs had
-    a part in it.
+    PPO's policy that they are or are made from. The choice does not bias the figures: they are of other prompts.
     """
     halves = split_prompts(sft.prompts)
     if len(candidates) < 2 or not halves.choosing:

@@ -271,5 +271,5 @@ def recommend(
     """Let every evaluation recommend a policy; return the line that says so."""
     chosen = RecommendedPolicy(judge="gold", rule="planned", policy=policy, step=step, share=share)
     found = Report(n=8, selected_step=step, selected=chosen)
-    patch.setattr("rlhf_cli.runs.resolve._report", lambda parent: found)
+    monkeypatch.setattr("rlhf_cli.runs.resolve._report", lambda parent: found)
     return f"recommended: {found.recommendation}; --step last takes the last policy\n"
