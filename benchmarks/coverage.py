@@ -10,15 +10,15 @@ docs/report-json.md; tests/benchmarks/test_coverage.py holds a part of it.
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import expit, ndtr
 from scipy.stats import rankdata
 
+from rlhf_cli import statistics
 from rlhf_cli.evaluation import comparison, limit, reward_model, reward_probes, selection
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.evaluation.reward_model import ScoredPair
@@ -161,7 +161,7 @@ def one_sided(rng: Rng, *, prompts: int, shift: float, jump: bool = False) -> Co
     yield "length-controlled", includes(rate.length_controlled_ci95, float(expit(0.2)))
 
 
-# The selected policy
+# The recommended policy
 
 WORTH: dict[str, Callable[[int], Any]] = {
     "all equal": np.zeros,
@@ -169,31 +169,26 @@ WORTH: dict[str, Callable[[int], Any]] = {
 }
 
 
-def selected(rng: Rng, *, prompts: int, rows: int, count: int, worth: str) -> Covered:
-    """Selection among `count` policies: mean and win rate of the selected one are those on new prompts."""
+def recommended(rng: Rng, *, prompts: int, rows: int, count: int, worth: str) -> Covered:
+    """The recommended one of `count` policies: its mean and win rate are those on new prompts."""
     means, size = WORTH[worth](count), (prompts, rows)
     hard = rng.normal(size=(prompts, 1))
     sft_scores = hard + rng.normal(size=size)
     common, lengths = hard + 0.5 * rng.normal(size=size), np.ones(size)
     apart = [0.6 * rng.normal(size=(prompts, 1)) + 0.625 * rng.normal(size=size) for _ in range(count)]
-    by_step = {
-        step: evaluated({"judge": common + noise + mean}, lengths, np.full(size, 1.0 + step))
+    made = [
+        replace(evaluated({"judge": common + noise + mean}, lengths, np.full(size, 1.0 + step)), step=step)
         for step, (noise, mean) in enumerate(zip(apart, means, strict=True))
-    }
-    sft = evaluated({"judge": sft_scores}, lengths, np.zeros(size))
-    points = [selection.frontier_point(step, policy, sft) for step, policy in by_step.items()]
-    found = selection.select_point(points, by_step, sft, SimpleNamespace(judge="judge", kl_max=None))
-    true, own = means[found.step], found.selected
-    plain = points[found.step].judges["judge"].mean
+    ]
+    sft = replace(evaluated({"judge": sft_scores}, lengths, np.zeros(size)), model="sft")
+    own = selection.recommend(made, sft, selection.Rule("judge", None))
+    true = 0.0 if own.is_sft else means[own.step]
     deviation = np.sqrt(1 + 0.25 + 0.36 + 0.625**2)
-    yield "selected, mean", includes(own.judges["judge"].ci95, true)
-    yield "selected, win rate", includes(own.win_rate["judge"].ci95, float(ndtr(true / deviation)))
-    best = int(np.argmax(means))
-    yield "within noise has the best", Found(best in {found.step, *own.within_noise})
-    BIASES.append((plain - true, own.optimism))
-
-
-BIASES: list[tuple[float, float]] = []  # true and printed selection bias of each run
+    yield "recommended, mean", includes(own.judges["judge"].ci95, true)
+    if not own.is_sft:
+        yield "recommended, win rate", includes(own.win_rate["judge"].ci95, float(ndtr(true / deviation)))
+    tied = statistics.within_noise({each.step: each.scores["judge"] for each in made}, sft.prompts)
+    yield "within noise has the best", Found(int(np.argmax(means)) in tied)
 
 
 # The reward model's card
@@ -323,7 +318,7 @@ WORLDS = [
     *(
         World(
             f"best of {count} policies, {worth}, {answers_of(prompts, rows)}",
-            selected,
+            recommended,
             {"prompts": prompts, "rows": rows, "count": count, "worth": worth},
         )
         for prompts, rows in ((64, 1), (256, 1), (30, 4))
@@ -365,14 +360,10 @@ def main() -> None:
     for world in WORLDS:
         if arguments.only not in f"{world.draw.__name__} {world.name}":
             continue
-        BIASES.clear()
         OVERHEADS.clear()
         for name, (printed, covers, width) in world.coverage(arguments.runs).items():
             shown = "" if np.isnan(width) else f"{width:.3g}"
             print(f"| {world.name} | {name} | {printed:.0%} | {covers:.1%} | {shown} |", flush=True)
-        if BIASES:
-            true, found = np.mean(BIASES, axis=0)
-            print(f"| {world.name} | selection bias: true {true:.3f} | printed {found:.3f} | | |")
         if OVERHEADS:
             print(f"| {world.name} | overhead: true 2 | median {np.median(OVERHEADS):.2f} | | |")
 

@@ -18,7 +18,7 @@ TEMPERATURE_TEXT = "Sampling temperature; 0 is greedy. Default: the temperature 
 def chat(
     folder: Annotated[Path | None, argument("RUN", RUN_TEXT, completion.runs)] = None,
     stage: Annotated[str | None, option("--stage", "STAGE", CHAT_STAGE_TEXT, completion.chat_stages)] = None,
-    step: Step = "last",
+    step: Step = None,
     compare: Annotated[str | None, option("--compare", "sft,ppo", COMPARE_TEXT, completion.chat_pairs)] = None,
     temperature: Annotated[float | None, option("--temperature", "X", TEMPERATURE_TEXT, min=0.0)] = None,
     max_new_tokens: Annotated[int | None, option("--max-new-tokens", "N", LENGTH_TEXT, min=1)] = None,

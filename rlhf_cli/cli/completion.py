@@ -93,10 +93,10 @@ def presets(incomplete: str) -> list[str]:
 
 
 def steps(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the values of --step for the run on the command line: last, selected and its snapshots."""
+    """Return the values of --step for the run on the command line: last, recommended and its snapshots."""
     from rlhf_cli import runs
 
-    offered = [runs.LAST, runs.SELECTED]
+    offered = [runs.LAST, runs.RECOMMENDED]
     for run in _paths(ctx):
         for folder in (run / "ppo", run):
             if layout.has_output(folder):

@@ -28,7 +28,7 @@ def export(
         str | None, option("--push", "OWNER/NAME", "Hub repository to upload to; created as private.")
     ] = None,
     public: Annotated[bool, flag("--public", "With --push: create a public repository.")] = False,
-    step: Step = "last",
+    step: Step = None,
     stage: ModelStage = None,
     dtype: Annotated[
         str | None, option("--dtype", "DTYPE", "float32, bfloat16 or float16. Default: the dtype of the run.")

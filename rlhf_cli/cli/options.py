@@ -119,8 +119,8 @@ AsJson = Annotated[bool, flag("--json", "Print JSON.")]
 Debug = Annotated[bool, flag("--debug", "Print tracebacks of errors.")]
 STAGE_TEXT = "ppo, sft, dpo or reward. Default: the PPO policy, or SFT if there is none."
 ModelStage = Annotated[str | None, option("--stage", "STAGE", STAGE_TEXT, completion.stages)]
-STEP_TEXT = "PPO policy: the last, the one that evaluation selected, or update N."
-Step = Annotated[str, option("--step", "last|selected|N", STEP_TEXT, completion.steps)]
+STEP_TEXT = "PPO policy: the last, the one that the evaluation recommends, or update N. Default: recommended."
+Step = Annotated[str | None, option("--step", "last|recommended|N", STEP_TEXT, completion.steps)]
 
 
 @contextmanager

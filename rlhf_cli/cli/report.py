@@ -6,18 +6,19 @@ from typing import Annotated
 from rlhf_cli import system, terminal
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.errors import only_run
-from rlhf_cli.cli.options import Debug, JsonAtEnd, Markdown, Quiet, Step, Verbose, argument, flag, option
+from rlhf_cli.cli.options import Debug, JsonAtEnd, Markdown, Quiet, Verbose, argument, flag, option
 from rlhf_cli.errors import shown
 
 RUNS_TEXT = "Run folder; several are compared. Default: the only run here."
 OUT_TEXT = "HTML file. Default: RUN/eval/report.html; ./report.html for several runs."
+STEP_TEXT = "PPO policy: the last, the one that the evaluation recommends, or update N."
 WATCH_TEXT = "Draw it again while a run trains; the browser reloads it. Ends with the run, or Ctrl-C."
 
 
 def report(
     folders: Annotated[list[Path] | None, argument("RUN...", RUNS_TEXT, completion.runs)] = None,
     out: Annotated[Path | None, option("--out", "FILE", OUT_TEXT)] = None,
-    step: Step = "last",
+    step: Annotated[str, option("--step", "last|recommended|N", STEP_TEXT, completion.steps)] = "last",
     watch: Annotated[bool, flag("--watch", WATCH_TEXT)] = False,
     markdown: Markdown = False,
     as_json: JsonAtEnd = False,

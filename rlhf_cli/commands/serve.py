@@ -30,13 +30,16 @@ ROLLOUTS = f"--logprobs-mode processed_logprobs {PLAIN} --no-enable-chunked-pref
 VARIABLES = "env VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
 
-def run(folder: Path, options: Options, *, stage: str | None, rollouts: bool, execute: bool) -> None:
+def run(folder: Path, options: Options, *, stage: str | None, step: str | None, rollouts: bool, execute: bool) -> None:
     """Print the command alone on stdout, or a line for each server; with `execute` replace this process by it.
 
     Raises RLHFError as the functions below; with `execute` M01 for a model that is not written yet, E09 without vLLM,
     C11 for several servers.
     """
-    lines, missing = rollout_server(folder, options) if rollouts else model_server(folder, stage, options)
+    if rollouts:
+        lines, missing = rollout_server(folder, options)
+    else:
+        lines, missing = model_server(folder, stage, step, options=options)
     if options.trust_remote_code:
         lines = [f"{line} --trust-remote-code" for line in lines]
     line, *others = lines
@@ -57,13 +60,17 @@ def run(folder: Path, options: Options, *, stage: str | None, rollouts: bool, ex
     terminal.answer("\n".join(lines))
 
 
-def model_server(folder: Path, stage: str | None, options: Options) -> tuple[list[str], str]:
+def model_server(folder: Path, stage: str | None, step: str | None, options: Options) -> tuple[list[str], str]:
     """Return the command, alone in a list, for a model as `runs.resolve_model` finds it, and what must run before."""
-    model = runs.resolve_model(folder, stage, runs.LAST).model
+    chosen = runs.resolve_model(folder, stage, step)
+    model = chosen.model
     name = NAMES[model.stage]
     settings = LOGITS if name == "reward" else PLAIN
     missing = ""
-    if model.base is not None and _can_load_adapter(model, model.base):
+    if chosen.share is not None:
+        place, missing = _export(model, f"-share-{chosen.share:g}", " --step recommended")
+        served = f"{place} --served-model-name {name}"
+    elif model.base is not None and _can_load_adapter(model, model.base):
         own = shell_path(model.model)
         base, _ = _whole_model(model.base)
         adapter = read_adapter(model.model) or {}
@@ -71,7 +78,7 @@ def model_server(folder: Path, stage: str | None, options: Options) -> tuple[lis
         if model.base.stage == FOREIGN:  # its tokenizer and stop tokens may be others
             settings = f"--tokenizer {own} --generation-config {shell_path(load.config_folder(model.model))}"
     else:
-        place, missing = _whole_model(model)
+        place, missing = _whole_model(model, None if chosen.last else chosen.step)
         served = f"{place} --served-model-name {name}"
 
     line = f"vllm serve {served} {settings}"
@@ -133,16 +140,26 @@ def _address(url: str) -> str:
     return f" --host {parts.hostname}" + (f" --port {parts.port}" if parts.port else "")
 
 
-def _whole_model(model: Parent) -> tuple[str, str]:
-    """Return a model's hub id or folder, for adapters that of an export, and what must run before."""
-    if model.base is None:
-        if not model.hub:
-            return shell_path(model.model), ""
-        revision = f" --revision {shell_word(model.revision)}" if model.revision else ""
-        return f"{model.hub}{revision}", ""
-    folder = model.path.resolve().parent / "exported" / f"{model.stage}-{model.sha256[:8]}"
-    export = f"first: rlhf export {shell_path(model.path)} --out {shell_path(folder)}"
-    return shell_path(folder), "" if folder.is_dir() else export
+def _whole_model(model: Parent, step: int | None = None) -> tuple[str, str]:
+    """Return a model's hub id or folder, for adapters that of an export, and what must run before.
+
+    `step` is that of a snapshot of PPO.
+    """
+    if model.base is not None:
+        if step is not None:
+            return _export(model, f"-step-{step}", f" --step {step}")
+        return _export(model, "", " --step last" if model.stage == "ppo" else "")
+    if not model.hub:
+        return shell_path(model.model), ""
+    revision = f" --revision {shell_word(model.revision)}" if model.revision else ""
+    return f"{model.hub}{revision}", ""
+
+
+def _export(model: Parent, suffix: str, options: str) -> tuple[str, str]:
+    """Return the folder of an export of a model, and the command that writes it if it is missing."""
+    folder = model.path.resolve().parent / "exported" / f"{model.stage}-{model.sha256[:8]}{suffix}"
+    command = f"first: rlhf export {shell_path(model.path)} --out {shell_path(folder)}{options}"
+    return shell_path(folder), "" if folder.is_dir() else command
 
 
 def _lora(rank: int) -> str:

@@ -18,6 +18,7 @@ from rlhf_cli.files import read_json_object
 from rlhf_cli.trees import at
 
 RESERVED_NAMES = re.compile(r"base|sft|ppo|reward|best_of_\d+|ppo_step_.*|interpolated_.*|.*_vs_.*")
+SHARES = (0.3, 0.5, 0.7)  # of `eval.interpolate` by default
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # module.function, which is no hub id
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
 
@@ -59,7 +60,7 @@ def _judge(path: str) -> str:
 
 
 class Select(Section):
-    """Selection of a policy from the frontier."""
+    """The judge that chooses the recommended policy, and its own limit of the KL."""
 
     judge: Name
     kl_max: PositiveFloat | None = None
@@ -79,7 +80,8 @@ class EvalSettings(Section):
     best_of: list[AtLeastTwo] = Field(default=[2, 4, 8])
     limit: LimitSettings | None = None
     frontier: bool = True
-    interpolate: list[InsideUnitInterval] = Field(default=[])
+    interpolate: list[InsideUnitInterval] | None = None
+    max_kl: PositiveFloat | None = 10.0
     select: Name | Select | None = None
     by: str | None = Field(None, min_length=1)
     temperature: PositiveFloat | None = None
@@ -99,16 +101,22 @@ class EvalSettings(Section):
         """Return `select` as a Select."""
         return Select(judge=self.select) if isinstance(self.select, str) else self.select
 
+    @property
+    def kl_limit(self) -> float | None:
+        """Return the KL that the recommended policy may have: that of `select`, else `max_kl`."""
+        own = self.selection.kl_max if self.selection else None
+        return own or self.max_kl
+
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
         if "sampled" not in self.modes:
             raise invalid("the summary of the report needs sampled answers", "add sampled to eval.modes")
-        if self.select is not None and not self.frontier:
-            raise invalid("eval.select needs the frontier", "set eval.frontier: true, or remove eval.select", "select")
-        for key in self.require:
-            if self.select is None and key.split(".")[0] in ("selected", "selected_step"):
-                text = f"eval.require: {key} needs eval.select"
-                raise invalid(text, "set eval.select to the name of a judge", "require")
+        needed = {"eval.select": "select"} if self.select is not None else {}
+        needed |= {f"eval.require: {key}": "require" for key in self.require if key.startswith("selected")}
+        if not self.frontier and self.interpolate == []:
+            for what, key in needed.items():
+                hint = "set eval.frontier: true, or shares in eval.interpolate"
+                raise invalid(f"{what} needs several policies to choose from", hint, key)
         return self
 
 

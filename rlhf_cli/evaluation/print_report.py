@@ -52,7 +52,7 @@ def _print_policies(report: Report) -> None:
 
 
 def _print_frontier(report: Report) -> None:
-    """Print the frontier, SFT's best of n and the selected step; or the reason why there is no frontier."""
+    """Print the frontier, SFT's best of n and the recommended policy; or the reason why there is no frontier."""
     if report.no_frontier:
         terminal.out(f"no frontier: {report.no_frontier}")
     if not report_text.has_frontier(report):
@@ -60,12 +60,12 @@ def _print_frontier(report: Report) -> None:
 
     title = "Policies by their KL from SFT"
     if report.frontier:
-        legend = "" if report.selected_step is None else " (*: selected)"
+        legend = " (*: recommended)" if report.selected_step is not None else ""
         best_of_n = ", and SFT's best of n" if report.best_of else ""
         title = f"Frontier: snapshots of the PPO run{legend}{best_of_n}"
     terminal.out()
     terminal.table(*report_text.frontier_table(report), title=title)
-    for line in report_text.selection_lines(report):
+    for line in report_text.recommendation_lines(report):
         terminal.out(line)
 
 

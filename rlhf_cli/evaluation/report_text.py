@@ -13,7 +13,6 @@ from rlhf_cli.runs.report import (
     PromptGroup,
     PromptGroups,
     Report,
-    SelectedPolicy,
     WinRate,
     WinRates,
 )
@@ -278,7 +277,6 @@ def frontier_table(report: Report) -> Table:
     rows = []
     for name, scores, rates in policies:
         rate = rates[judge]
-        is_selected = scores.step is not None and scores.step == report.selected_step
         rows.append(
             [
                 name,
@@ -287,34 +285,33 @@ def frontier_table(report: Report) -> Table:
                 mean_text(scores.judges[judge]),
                 with_interval(rate.value, rate.ci95),
                 _length_controlled(rate),
-                "*" if is_selected else "",
+                "*" if report.is_recommended(scores) else "",
             ]
         )
     return ["update", "KL", *others, judge, f"win rate, {judge}", "length-controlled", ""], rows
 
 
-def selection_lines(report: Report) -> Iterator[str]:
-    """Yield the selected step, the rule, the steps tied with it and its selection bias, as text."""
-    selected = report.selected
-    step = report.selected_step
-    if selected is None:
+def recommendation_lines(report: Report) -> Iterator[str]:
+    """Yield the recommended policy and why, and its figures on the prompts that had no part in the choice."""
+    recommended = report.recommended
+    if recommended is None:
         return
-    yield f"selected: {'none' if step is None else f'update {step}'}, by {selected.rule}"
-    if step is not None:
-        tied = ", ".join(map(str, selected.within_noise or []))
-        yield f"  within noise of it: {f'update {tied}' if tied else 'no other'} (paired, 95 % for all together)"
-        yield f"  {without_selection_bias(selected)}"
+    yield f"recommended: {report.recommendation}"
 
-
-def without_selection_bias(selected: SelectedPolicy) -> str:
-    """Return the selected policy's mean and win rate by the judge, as far as the evaluation has them, as text."""
-    judge = selected.judge
-    text = f"selection bias: its mean is about {selected.optimism:.3f} too high"
-    rate = (selected.win_rate or {}).get(judge)
-    if rate is None or selected.judges is None:
-        return text
-    mean = mean_text(selected.judges[judge])
-    return f"{text}; without it the mean is {mean}, the win rate over SFT {with_interval(rate.value, rate.ci95)}"
+    judge = recommended.judge
+    if recommended.judges and recommended.win_rate and not recommended.is_sft:
+        rate = recommended.win_rate[judge]
+        kl = "" if recommended.kl is None else f", {_kl_with_interval(recommended.kl, recommended.kl_ci95)} nats"
+        prompts = f"{recommended.reported_on} other prompts" if recommended.reported_on else "other prompts"
+        yield (
+            f"  on {prompts}: {judge} {mean_text(recommended.judges[judge])}, "
+            f"win rate over SFT {with_interval(rate.value, rate.ci95)}{kl}"
+        )
+    if recommended.over_last:
+        rates = [f"{rate_text(rate)} by {name}" for name, rate in recommended.over_last.items()]
+        yield f"  win rate over the last policy: {'; '.join(rates)}"
+    if is_own_reward(report, judge):
+        yield f"  {judge} is {OWN_REWARD}; add a judge in eval.yaml"
 
 
 def is_own_reward(report: Report, judge: str) -> bool:

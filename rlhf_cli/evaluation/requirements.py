@@ -18,12 +18,9 @@ def check_requirements(report: Report, require: Mapping[str, str], *, where: Cal
     """Compare a report with `eval.require`: {dotted key of report.json: comparison, such as ">= 0.6"}.
 
     `where` gives the location of a config key. Raises R06 with a problem per requirement that fails or has no number in
-    the report, and if `eval.select` found no policy within its bound.
+    the report.
     """
     problems = []
-    if report.selected and report.selected_step is None:
-        problems.append(_nothing_selected(report, report.selected.rule, where("eval.select")))
-
     contents = report.to_json()
     location = where("eval.require")
     for key, condition in require.items():
@@ -35,13 +32,6 @@ def check_requirements(report: Report, require: Mapping[str, str], *, where: Cal
             problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", location))
     if problems:
         raise RLHFError.from_problems(problems)
-
-
-def _nothing_selected(report: Report, rule: str, location: str) -> Problem:
-    nearest = min(point.kl for point in report.frontier or [])
-    text = f"eval.select selects no policy: {rule}; the lowest KL is {nearest:.4g} nats"
-    hint = "raise kl_max, keep more snapshots (output.snapshots in ppo.yaml), or raise ppo.kl_coef"
-    return Problem("R06", text, location, hint)
 
 
 def _holds(value: float, condition: str) -> bool:

@@ -1,23 +1,14 @@
-"""The frontier: KL and judge scores of PPO's snapshots, and the selection of one of them."""
+"""The frontier, KL and scores of PPO's policies; and the recommended one, chosen on half of the prompts."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rlhf_cli import statistics
-from rlhf_cli.config.eval import Select
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.evaluation.comparison import as_list, policy_means, win_rates
 from rlhf_cli.evaluation.responses import EvalResponses
-from rlhf_cli.runs.report import FrontierPoint, JudgeMean, SelectedPolicy, WinRate
-
-
-class Selection(NamedTuple):
-    """The selected step, None if no policy is within the bound, and how it was selected."""
-
-    step: int | None
-    selected: SelectedPolicy
+from rlhf_cli.runs.report import FrontierPoint, JudgeMean, RecommendedPolicy, policy_label
 
 
 def frontier_points(policies: Sequence[EvalResponses], sft: EvalResponses) -> list[FrontierPoint]:
@@ -61,99 +52,92 @@ def _highest(points: Sequence[FrontierPoint], judge: str) -> FrontierPoint:
     return max(points, key=lambda point: point.judges[judge].mean)
 
 
-def select_point(
-    points: Sequence[FrontierPoint], policies: Mapping[int, EvalResponses], sft: EvalResponses, select: Select
-) -> Selection:
-    """Select the point with the highest mean of the judge within the bound on KL; ties go to the smaller KL.
+# The recommended policy
 
-    `policies`: by step. The selection also has the rule as text and the other steps within noise of the best (for all
-    comparisons together). Its scores and win rates are without the bias of the selection, `optimism` of the mean.
+
+class Rule(NamedTuple):
+    """The highest mean of a judge among the policies within a KL from SFT, in nats; None: any KL."""
+
+    judge: str
+    max_kl: float | None
+
+
+class Halves(NamedTuple):
+    """The rows of the prompts that choose a policy, and those of the prompts that its figures are from."""
+
+    choosing: list[int]
+    reporting: list[int]
+
+
+class Choice(NamedTuple):
+    """A chosen policy, and why it was chosen."""
+
+    policy: EvalResponses
+    why: str
+
+
+def split_prompts(prompts: Sequence[str]) -> Halves:
+    """Split the prompts into halves by a hash of each; the rows of one prompt are in the same half."""
+    distinct = sorted(set(prompts), key=lambda prompt: derive_seed(0, f"recommend/{prompt}"))
+    choosing = set(distinct[: len(distinct) // 2])
+    halves = Halves([], [])
+    for row, prompt in enumerate(prompts):
+        half = halves.choosing if prompt in choosing else halves.reporting
+        half.append(row)
+    return halves
+
+
+def choose(candidates: Sequence[EvalResponses], sft: EvalResponses, rows: Sequence[int], rule: Rule) -> Choice:
+    """Return the candidate that the rule takes by these rows, or SFT if it is worse than SFT beyond chance.
+
+    Of equal means the one with the lowest KL is taken. SFT is also taken if no candidate is within the KL.
     """
-    judge = select.judge
-    kl_max = select.kl_max
-    eligible = [point for point in points if kl_max is None or point.kl <= kl_max]
-    eligible.sort(key=lambda point: point.kl)
 
-    bound = "" if kl_max is None else f" with a KL of at most {kl_max:g}"
-    rule = f"the highest mean of {judge} among {len(eligible)} of {len(points)} policies{bound}"
-    if not eligible:
-        return Selection(None, SelectedPolicy(judge=judge, rule=rule))
+    near = [each for each in candidates if rule.max_kl is None or _mean(each.kl, rows) <= rule.max_kl]
+    if not near:
+        return Choice(sft, f"none of {len(candidates)} policies has a KL of at most {rule.max_kl:g}")
 
-    best = _highest(eligible, judge)
-    candidates = {point.step: policies[point.step] for point in eligible}
-    scores = {step: policy.scores[judge] for step, policy in candidates.items()}
-    tied = [step for step in statistics.within_noise(scores, sft.prompts) if step != best.step]
+    best = max(near, key=lambda each: (_mean(each.scores[rule.judge], rows), -_mean(each.kl, rows)))
+    ours, theirs = ([policy.scores[rule.judge][row] for row in rows] for policy in (best, sft))
+    gain, interval = statistics.paired_difference(ours, theirs, [sft.prompts[row] for row in rows])
+    _, high = interval or (gain, gain)
 
-    weights = statistics.selection_weights(scores, sft.prompts)
-    bias = SelectionBias(candidates, sft, weights, chosen=list(scores).index(best.step))
-    judges = {name: bias.without(best.judges[name], name) for name in sft.scores}
-    reward = judges.get("reward")
-    selected = SelectedPolicy(
-        judge=judge,
-        rule=rule,
-        within_noise=tied,
-        optimism=bias.of_mean(judge),
-        step=best.step,
-        reward_mean=reward.mean if reward else None,
-        reward_ci95=reward.ci95 if reward else None,
-        kl=best.kl,
-        kl_ci95=best.kl_ci95,
-        response_length_mean=best.response_length_mean,
-        eos_fraction=best.eos_fraction,
-        distinct_fraction=best.distinct_fraction,
-        judges=judges,
-        win_rate={name: bias.without_in_rate(best.win_rate[name], name) for name in sft.scores},
+    bound = "" if rule.max_kl is None else f" with a KL of at most {rule.max_kl:g}"
+    among = f"among {len(near)} of {len(candidates)} policies{bound}"
+    highest = f"the highest mean of {rule.judge} on {len(rows)} prompts {among}"
+    if high < 0:
+        return Choice(sft, f"{highest} is that of {policy_label(best.step, best.share)}, and below SFT's beyond chance")
+    return Choice(best, highest)
+
+
+def _mean(values: Sequence[float] | None, rows: Sequence[int]) -> float:
+    assert values is not None, "the answers were sampled"
+    return fmean(values[row] for row in rows)
+
+
+def recommend(candidates: Sequence[EvalResponses], sft: EvalResponses, rule: Rule) -> RecommendedPolicy | None:
+    """Choose a policy on one half of the prompts, and return it with its figures on the other half.
+
+    The first of the `candidates` is the last policy of PPO; without others there is no choice. All have the step of
+    PPO's policy that they are or are made from. The choice does not bias the figures: they are of other prompts.
+    """
+    halves = split_prompts(sft.prompts)
+    if len(candidates) < 2 or not halves.choosing:
+        return None
+
+    last = candidates[0]
+    policy, why = choose(candidates, sft, halves.choosing, rule)
+    reported = policy.rows(halves.reporting)
+    over_last = None if policy is last else win_rates(reported, last.rows(halves.reporting))
+    return RecommendedPolicy(
+        judge=rule.judge,
+        rule=why,
+        policy=policy.model,
+        chosen_on=len(halves.choosing),
+        reported_on=len(halves.reporting),
+        step=policy.step,
+        share=policy.share,
+        **policy_means(reported),
+        win_rate=win_rates(reported, sft.rows(halves.reporting)),
+        over_last=over_last,
     )
-    return Selection(best.step, selected)
-
-
-class SelectionBias(NamedTuple):
-    """By how much results of the selected policy are above those of policies selected on other prompts."""
-
-    candidates: Mapping[int, EvalResponses]
-    sft: EvalResponses
-    weights: NDArray[np.float64]  # (prompts, candidates), see `statistics.selection_weights`
-    chosen: int  # index of the selected candidate
-
-    def of_mean(self, judge: str) -> float:
-        """Return the bias of a judge's mean."""
-        return self._bias([policy.scores[judge] for policy in self.candidates.values()])
-
-    def of_rate(self, judge: str) -> float:
-        """Return the bias of a judge's win rate; length-controlled rates are biased as the plain ones."""
-        theirs = self.sft.scores[judge]
-        return self._bias([statistics.win_points(each.scores[judge], theirs) for each in self.candidates.values()])
-
-    def _bias(self, columns: Sequence[Sequence[float]]) -> float:
-        rows = np.array(columns, dtype=np.float64).T
-        elsewhere = (self.weights * rows).sum(axis=1)
-        return float((rows[:, self.chosen] - elsewhere).mean())
-
-    def without(self, mean: JudgeMean, judge: str) -> JudgeMean:
-        """Return a judge's mean without its bias."""
-        value, bounds = statistics.without_bias(mean.mean, mean.ci95, self.of_mean(judge))
-        return mean.with_changes(mean=value, ci95=bounds)
-
-    def without_in_rate(self, rate: WinRate, judge: str) -> WinRate:
-        """Return a win rate without its bias, within 0 and 1."""
-        bias = self.of_rate(judge)
-        value, bounds = _share_without_bias(rate.value, rate.ci95, bias)
-        changed = rate.with_changes(value=value, ci95=bounds)
-
-        if rate.difference is not None:
-            difference, bounds = statistics.without_bias(rate.difference, rate.difference_ci95, self.of_mean(judge))
-            changed = changed.with_changes(difference=difference, difference_ci95=bounds)
-        if rate.length_controlled is not None:
-            controlled, bounds = _share_without_bias(rate.length_controlled, rate.length_controlled_ci95, bias)
-            changed = changed.with_changes(length_controlled=controlled, length_controlled_ci95=bounds)
-        return changed
-
-
-def _share_without_bias(value: float, bounds: Sequence[float] | None, bias: float) -> tuple[float, list[float] | None]:
-    """Return a share and its interval without bias, within 0 and 1."""
-    share, interval = statistics.without_bias(value, bounds, bias)
-    return _clip(share), None if interval is None else [_clip(end) for end in interval]
-
-
-def _clip(share: float) -> float:
-    return min(1.0, max(0.0, share))

@@ -1,6 +1,7 @@
 """The Report of an evaluation, of scored responses: all of report.json but the limit."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.comparison import policy_means, sampled_results, win_rates
 from rlhf_cli.evaluation.responses import EvalResponses, EvalSampling, SnapshotSeries, group_rows
 from rlhf_cli.evaluation.reward_card import missing_card_reason
-from rlhf_cli.evaluation.selection import frontier_points, policies_by_step, select_point
+from rlhf_cli.evaluation.sample_pairs import deciding_judge
+from rlhf_cli.evaluation.selection import Rule, frontier_points, recommend
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.report import (
     BestOfN,
-    FrontierPoint,
     InterpolatedPolicy,
     PromptGroup,
     PromptGroups,
@@ -57,6 +58,7 @@ def build_report(
         interpolated=_interpolated(evaluated, sampled["sft"]),
     )
     report = _with_frontier(report, config, evaluated, sampled["sft"], series)
+    report = _with_recommendation(report, config, evaluated, sampled, parents["models.ppo"])
     report = _with_reward_model(report, parents)
     return report.with_changes(warnings=terminal.emitted_warnings())
 
@@ -114,20 +116,33 @@ def _with_frontier(
     sft: EvalResponses,
     series: SnapshotSeries,
 ) -> Report:
-    """Add the frontier and the selected policy, or the reason why there is no frontier."""
+    """Add the frontier, or the reason why there is none."""
     if series.missing:
         return report.with_changes(no_frontier=series.missing)
     if not config.eval.frontier:
         return report
-
     snapshots = [each for each in evaluated if each.step is not None and each.mode == "sampled"]
-    points: list[FrontierPoint] = frontier_points(snapshots, sft)
-    report = report.with_changes(frontier=points)
-    if config.eval.selection is None:
-        return report
+    return report.with_changes(frontier=frontier_points(snapshots, sft))
 
-    selection = select_point(points, policies_by_step(snapshots), sft, config.eval.selection)
-    return report.with_changes(selected_step=selection.step, selected=selection.selected)
+
+def _with_recommendation(
+    report: Report,
+    config: EvalConfig,
+    evaluated: Sequence[EvalResponses],
+    sampled: Mapping[str, EvalResponses],
+    ppo: Parent,
+) -> Report:
+    """Add the policy to take, of those that PPO's stage made: the last one, its snapshots, and shares of the last."""
+    if ppo.stage != "ppo":
+        return report
+    last = sampled["ppo"]
+    others = [each for each in evaluated if each.model != "ppo" and (each.step is not None or each.share is not None)]
+    made = [replace(each, step=ppo.manifest.step if each.step is None else each.step) for each in (last, *others)]
+
+    selection = config.eval.selection
+    judge = selection.judge if selection else deciding_judge(last.scores)
+    chosen = recommend(made, sampled["sft"], Rule(judge, config.eval.kl_limit))
+    return report.with_changes(selected_step=chosen.step, selected=chosen) if chosen else report
 
 
 # The reward model

@@ -254,7 +254,7 @@ class StageValidator:
         judges = self.report.attempt(evaluation_inputs.judge_functions, config) or {}
         evaluation_inputs.warn_of_selection_by_reward(config)
         if stage.parents.keys() >= {"models.sft", "models.ppo"}:
-            self.report.attempt(evaluation_inputs.check_interpolation, config, self.options, stage.parents)
+            self.report.attempt(evaluation_inputs.shares_between, config, self.options, stage.parents)
 
         scorers = self._check_reward_models(stage, start.tokenizer)
         length = self._response_length(stage, config)

@@ -170,9 +170,8 @@ def show_summary(
             if not met or is_suspect:
                 commands.append(f"open {shell_path(evaluation / REPORT_PAGE)} in a browser")
         if met and "ppo" in configs:
-            step = " --step selected" if read_report(evaluation).selected_step is not None else ""
             commands.append(f"rlhf chat {shell_path(folder)} --compare sft,ppo")
-            commands.append(f"rlhf export {shell_path(folder)} --out DIR{step}")
+            commands.append(f"rlhf export {shell_path(folder)} --out DIR")
     if commands:
         terminal.out(f"next: {'; '.join(commands)}")
 

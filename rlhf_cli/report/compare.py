@@ -175,8 +175,11 @@ def results(runs: Sequence[Run]) -> Iterator[Row]:
     yield result_row("reward model, accuracy", [_accuracy(run) for run in runs], share=True)
     yield from _win_rate_rows(reports)
     yield from _policy_rows(reports)
-    selected = [Result(report.selected_step if report else None) for report in reports]
-    yield result_row("selected update", selected, averaged=False)
+    chosen = [report.recommended if report else None for report in reports]
+    steps = [Result(report.selected_step if report else None) for report in reports]
+    yield result_row("recommended update", steps, averaged=False)
+    if any(each and each.share is not None for each in chosen):
+        yield result_row("recommended share", [Result(each.share if each else None) for each in chosen], averaged=False)
     yield result_row("PPO, final reward score in training", [_final_score(run) for run in runs])
     yield result_row("PPO, seconds", [Result(total_seconds(run.stages["ppo"]) or None) for run in runs])
 
@@ -330,7 +333,7 @@ def _frontiers(names: Sequence[str], runs: Sequence[Run]) -> Iterator[Figure]:
 
         if len(shown) > 1:
             draw = partial(draw_runs, judge, shown)
-            yield figure(f"runs-{index}", f"By {judge}", "A ring marks the selected policy.", draw, size=(4.8, 3.2))
+            yield figure(f"runs-{index}", f"By {judge}", "A ring marks the recommended policy.", draw, size=(4.8, 3.2))
 
 
 def _has_means(judge: str, report: Report) -> bool:

@@ -438,7 +438,7 @@ def sentences(run: Run) -> Iterator[str]:
     yield from (f"{sentence}." for sentence in worth_sentences(report))
     yield from _best_of_sentence(report, run.rates)
     yield from (f"{line}." for line in limit_lines(report))
-    yield from _selection_sentence(report, run.stages["eval"].setting("eval.select.kl_max"))
+    yield from _recommended_sentence(report)
 
 
 def _length_sentence(report: Report) -> Iterator[str]:
@@ -470,22 +470,20 @@ def _best_of_sentence(report: Report, rates: WinRates) -> Iterator[str]:
         yield f"PPO's win rate over {baseline}: {rate_text(rate)}."
 
 
-def _selection_sentence(report: Report, kl_max: float | None) -> Iterator[str]:
-    """Yield the selected policy, or why there is none."""
-    selected = report.selected
-    point = report.selected_point
-
-    if selected and point:
-        last = max(report.frontier or [], key=lambda each: (each.step, each.kl))
-        if kl_max and last.kl > kl_max:
-            compared = f"beyond the bound on the KL with {number(last.kl)} nats"
-        elif last.step in (selected.within_noise or ()):
-            compared = "within noise of it"
-        else:
-            compared = "worse by more than noise"
-        end = "the last one" if point.step == last.step else f"the last one, {last.step}, is {compared}"
-        yield f"Selected policy: update {point.step} at {number(point.kl)} nats, by {selected.rule}; {end}."
-    elif selected:
-        yield f"No policy was selected: {selected.rule}."
+def _recommended_sentence(report: Report) -> Iterator[str]:
+    """Yield the recommended policy, or else why there is no frontier."""
+    chosen = report.recommended
+    if chosen:
+        kl = "" if chosen.kl is None or chosen.is_sft else f", at {number(chosen.kl)} nats"
+        yield f"Recommended policy: {report.recommendation}{kl}{_beside_last(report)}."
     elif report.no_frontier:
         yield f"There is no frontier: {report.no_frontier}."
+
+
+def _beside_last(report: Report) -> str:
+    """Return the win rate of the recommended policy over the last one as text."""
+    chosen = report.recommended
+    if chosen is None or not chosen.over_last:
+        return ", the last one" if report.recommends_last else ""
+    rate = chosen.over_last[chosen.judge]
+    return f"; its win rate over the last one is {rate_text(rate)}"

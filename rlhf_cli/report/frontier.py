@@ -11,7 +11,7 @@ from rlhf_cli.evaluation.report_text import other_policies, ppo_points
 from rlhf_cli.files import write_text
 from rlhf_cli.report.formats import visible
 from rlhf_cli.report.svg import INK, LINE_COLORS, Mark, Values, mark, render
-from rlhf_cli.runs.report import KLLimit, LimitPoint, PolicyScores, Report
+from rlhf_cli.runs.report import KLLimit, LimitPoint, PolicyScores, Report, policy_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ class Colors(NamedTuple):
 
     ppo: str
     best_of_n: str
-    ring: str  # around the selected policy
+    ring: str  # around the recommended policy
     between: str  # policies between SFT and PPO
     other: str
     limit: str
@@ -49,6 +49,7 @@ class Point(NamedTuple):
     interval: Sequence[float]
     label: str = ""  # beside it
     step: int | None = None
+    ring: str = ""  # label of the ring around it
 
 
 class Panel(NamedTuple):
@@ -73,10 +74,10 @@ def panel_of(judge: str, report: Report) -> Panel:
     """Return the points of a judge's panel. In that of the reward all are by the limit's score if there is one."""
     limit = report.limit if judge == "reward" else None
     if limit:
-        point = partial(_by_limit, limit)
+        point = partial(_by_limit, report, limit)
         best_of = [_on_limit(each) for each in limit.best_of]
     else:
-        point = partial(_by_judge, judge)
+        point = partial(_by_judge, report, judge)
         best_of = [point(each, "sft") for each in report.best_of or []]
 
     models = report.models
@@ -91,14 +92,14 @@ def panel_of(judge: str, report: Report) -> Panel:
     )
 
 
-def _by_judge(judge: str, scores: PolicyScores, _name: str, label: str = "") -> Point:
+def _by_judge(report: Report, judge: str, scores: PolicyScores, _name: str, label: str = "") -> Point:
     """Return a policy's mean score by a judge."""
     mean = scores.judges[judge]
     interval = mean.ci95 or [mean.mean, mean.mean]  # all answers have the same score
-    return Point(_shown_kl(scores), mean.mean, interval, label=label, step=scores.step)
+    return Point(_shown_kl(scores), mean.mean, interval, label=label, step=scores.step, ring=_ring(report, scores))
 
 
-def _by_limit(limit: KLLimit, scores: PolicyScores, name: str, label: str = "") -> Point:
+def _by_limit(report: Report, limit: KLLimit, scores: PolicyScores, name: str, label: str = "") -> Point:
     """Return a policy's score as the limit counts it: by its name, or the step of a snapshot."""
     if name == "sft":
         point = limit.points[0]
@@ -106,7 +107,13 @@ def _by_limit(limit: KLLimit, scores: PolicyScores, name: str, label: str = "") 
         point = limit.policies[name]
     else:
         point = next(each for each in limit.policies.values() if each.step == scores.step)
-    return Point(_shown_kl(scores), point.score, point.score_ci95, label=label, step=point.step)
+    ring = _ring(report, scores)
+    return Point(_shown_kl(scores), point.score, point.score_ci95, label=label, step=point.step, ring=ring)
+
+
+def _ring(report: Report, scores: PolicyScores) -> str:
+    """Return the label of the ring around the recommended policy; empty for any other."""
+    return f"recommended: {policy_label(scores.step, scores.share)}" if report.is_recommended(scores) else ""
 
 
 def _on_limit(point: LimitPoint) -> Point:
@@ -136,7 +143,7 @@ def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, lege
     _draw_points(axis, panel.ppo, "o-", color=colors.ppo, label="PPO snapshots" if report.frontier else "PPO")
     if panel.limit:
         _draw_limit(axis, panel.limit, colors.limit)
-    _draw_ring(axis, panel.ppo, report.selected_step, colors.ring)
+    _draw_ring(axis, [*panel.ppo, *panel.between], colors.ring)
 
     _scale_by_square_root(axis, panel.end)
     axis.set(xlabel="KL from SFT, nats per response (square-root scale)")
@@ -154,8 +161,8 @@ def draw_runs(judge: str, reports: Mapping[str, Report], axis: "Axes") -> Values
     colors = dict(zip(reports, cycle(LINE_COLORS), strict=False))
     courses: dict[str, list[Point]] = {}
     for name, report in reports.items():
-        start = _by_judge(judge, report.models["sft"], "sft")
-        points = [start, *(_by_judge(judge, each.scores, "ppo") for each in ppo_points(report))]
+        start = _by_judge(report, judge, report.models["sft"], "sft")
+        points = [start, *(_by_judge(report, judge, each.scores, "ppo") for each in ppo_points(report))]
         courses[name] = points
         _draw_points(axis, points, "o-", color=colors[name], label=name)
         marks += [Mark(each.kl, each.mean, (name, each.step, each.kl, each.mean, *each.interval)) for each in points]
@@ -165,7 +172,7 @@ def draw_runs(judge: str, reports: Mapping[str, Report], axis: "Axes") -> Values
     axis.grid(alpha=0.3)
     axis.legend(loc="best")
     for name, points in courses.items():  # after the legend, which does not explain rings
-        _draw_ring(axis, points, reports[name].selected_step, colors[name])
+        _draw_ring(axis, points, colors[name])
     return Values(("run", "update", "KL", "score", "from", "to"), marks)
 
 
@@ -229,13 +236,12 @@ def _draw_limit(axis: "Axes", points: Sequence[Point], color: str) -> None:
     mark(line, "limit")
 
 
-def _draw_ring(axis: "Axes", ppo: Sequence[Point], selected_step: int | None, color: str) -> None:
-    """Draw a ring around the selected policy."""
-    for point in ppo[1:]:
-        if point.step is not None and point.step == selected_step:
-            label = f"selected: update {point.step}"
-            (ring,) = axis.plot(point.kl, point.mean, "o", ms=13, fillstyle="none", color=color, label=label)
-            mark(ring, label)
+def _draw_ring(axis: "Axes", points: Sequence[Point], color: str) -> None:
+    """Draw a ring around the recommended policy."""
+    for point in points:
+        if point.ring:
+            (ring,) = axis.plot(point.kl, point.mean, "o", ms=13, fillstyle="none", color=color, label=point.ring)
+            mark(ring, point.ring)
 
 
 def _scale_by_square_root(axis: "Axes", end: float) -> None:

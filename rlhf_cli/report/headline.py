@@ -11,7 +11,7 @@ from rlhf_cli.report.diagnosis import Diagnosis, Grade
 from rlhf_cli.report.formats import count, interval_text, number, percent
 from rlhf_cli.report.svg import sparkline
 from rlhf_cli.runs.read import Run, Stage
-from rlhf_cli.runs.report import LimitPoint, PolicyScores, Report, WinRate
+from rlhf_cli.runs.report import LimitPoint, PolicyScores, Report, WinRate, policy_label
 from rlhf_cli.statistics import last_quarter
 
 Points = Sequence[tuple[float, float]]
@@ -116,17 +116,17 @@ def _over_best_of(report: Report, judge: str) -> tuple[str, WinRate] | None:
     return (f"SFT's best of {largest.n}", rate) if rate else None
 
 
-def better_snapshot(run: Run) -> str:
-    """Return the selected policy as text if the one of the page is worse; empty otherwise."""
+def recommendation(run: Run) -> str:
+    """Return the recommended policy as a sentence if the page shows another one; empty otherwise."""
     report = run.outcome
-    if report is None or report.selected is None or report.selected_point is None or not report.frontier:
+    if report is None or report.recommended is None:
         return ""
-    selected = report.selected
-    best = report.selected_point.step
-    shown = report.models["ppo"].step or max(point.step for point in report.frontier)
-    if shown in (best, *(selected.within_noise or ())):
+    shown = report.models["ppo"]
+    if report.is_recommended(shown):
         return ""
-    return f"Update {best} is the policy to take, not update {shown}: {selected.rule}"
+    is_last = shown.step is None and shown.share is None
+    instead = "the last policy" if is_last else policy_label(shown.step, shown.share)
+    return f"The policy to take is {report.recommendation}, not {instead}."
 
 
 # The three large figures

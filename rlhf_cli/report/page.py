@@ -57,7 +57,7 @@ def _head(run: Run, found: diagnosis.Diagnosis) -> dict[str, Any]:
         "key_figures": headline.key_figures(run),
         "warnings": _warnings(run, found.badges),
         "conclusion": found.conclusion(),
-        "better_snapshot": headline.better_snapshot(run),
+        "recommendation": headline.recommendation(run),
         "todo": [badge for badge in found.by_priority() if badge.advice],
         "sentences": list(diagnosis.sentences(run)),
     }
@@ -184,7 +184,7 @@ def _far(run: Run, answered: answers.Answers) -> dict[str, Any]:
         "evaluation_figures": [*frontiers, *filter(None, [wins, lengths])],
         "frontiers": frontiers,
         "frontier": report_text.frontier_table(report) if frontiers else (),
-        "selection": list(report_text.selection_lines(report)),
+        "recommended": list(report_text.recommendation_lines(report)),
         "no_frontier": report.no_frontier or "The evaluation has no frontier.",
         "limit": report_text.limit_table(report) if report.limit else (),
         "limit_score": report_text.limit_score(report),

@@ -24,9 +24,9 @@ __getattr__ = import_on_first_use(
         "runs.integrity": "require_unchanged verify_parents",
         "runs.layout": "MERGED SNAPSHOTS",
         "runs.manifest": "Manifest read_manifest",
-        "runs.parents": "FOREIGN Parent find_base is_adapter_of is_available_locally open_parent",
-        "runs.resolve": "LAST SELECTED Reference check_same_tokenizer open_parents open_reference references "
-        "resolve_model",
+        "runs.parents": "FOREIGN Parent find_base is_adapter_of is_available_locally open_parent parent_entry",
+        "runs.resolve": "LAST RECOMMENDED SELECTED Reference check_same_tokenizer open_parents open_reference "
+        "references resolve_model sft_of",
         "runs.stage_folder": "CheckpointTimer complete_stage detect_moved_folder environment_changes "
         "recorded_num_processes start_stage shown versions write_json",
         "runs.identity": "StageStatus compute_identity identity_difference quick_stage_status require_current "

@@ -14,6 +14,7 @@ COMPARED_STAGES = ("ppo", "sft")  # by `rlhf chat --compare`
 
 MANIFEST = "manifest.json"  # the last file of a stage
 REPORT = "report.json"
+RECOMMENDED = "recommended.json"  # of an evaluation: the policy to take
 REPORT_PAGE = "report.html"  # written from existing files at any time; not part of a stage
 SNAPSHOTS = "snapshots"  # folder of a PPO run with the policies saved during training
 ADAPTER_CONFIG = "adapter_config.json"

@@ -19,8 +19,16 @@ from rlhf_cli.runs.layout import MANIFEST, OPTIONAL_STAGES, REPORT, STAGES, conf
 from rlhf_cli.runs.locks import LockOwner
 from rlhf_cli.runs.manifest import Manifest, read_manifest
 from rlhf_cli.runs.parents import FOREIGN, no_stage_error
-from rlhf_cli.runs.report import PPO_OVER_SFT, FrontierPoint, Report, SelectedPolicy, WinRates, read_report
-from rlhf_cli.runs.resolve import LAST, SELECTED, require_step
+from rlhf_cli.runs.report import (
+    PPO_OVER_SFT,
+    FrontierPoint,
+    InterpolatedPolicy,
+    Report,
+    WinRates,
+    policy_label,
+    read_report,
+)
+from rlhf_cli.runs.resolve import LAST, RECOMMENDED, SELECTED, require_step
 from rlhf_cli.tracking.logs import read_log
 from rlhf_cli.trees import at
 
@@ -357,55 +365,58 @@ def _answers(stage: Stage, notes: list[str]) -> tuple[Row, ...]:
 
 
 def at_step(run: Run, step: str) -> Run:
-    """Return the run with the answers, win rates and samples of the policy after `step`: last, selected or a number.
+    """Return the run with the answers, win rates and samples of a policy: last, recommended (selected) or a number.
 
-    Without near-greedy answers, comparisons and interpolations, which an evaluation has for the last policy only.
-    Raises RLHFError C07 for another word, M10 if no evaluation covers the policy or selects one.
+    Without near-greedy answers, comparisons and interpolations, which an evaluation has for the last policy only. The
+    figures of the recommended policy are of prompts that had no part in the choice. Raises RLHFError C07 for another
+    word, M10 if no evaluation covers the policy or recommends one of PPO.
     """
     require_step(step)
-    points = (run.report.frontier if run.report else None) or []
+    report = run.report
+    points = (report.frontier if report else None) or []
     ends = [row["step"] for row in run.stages["ppo"].metrics] + [point.step for point in points]
     # of a stopped run: that of its best policy; later snapshots may exist
     final = run.stages["ppo"].manifest.step
     end = max(ends, default=0) if final is None else final
     if step == LAST:
         return run
-    number = _selected(run) if step == SELECTED else int(step)
+    if step in (RECOMMENDED, SELECTED):
+        number, share = _recommended(run, step)
+        if report and share is not None:
+            between = next(each for each in report.interpolated or [] if each.share == share)
+            return _with_policy(run, report, between, number, name=f"interpolated_{share:g}")
+    else:
+        number = int(step)
     if number == end:
         return run
+
     point = next((point for point in points if point.step == number), None)
-    if run.report is None or point is None:
+    if report is None or point is None:
         known = f"it knows {', '.join(str(point.step) for point in points)}" if points else "it has no frontier"
         text = f"--step {step}: the evaluation of {run.name} does not cover the policy after update {number}; {known}"
         raise RLHFError("M10", text, hint="output.snapshots in ppo.yaml keeps policies, eval.frontier judges them")
-    if number == run.report.selected_step and run.report.selected:
-        point = _without_selection_bias(point, run.report.selected)
-    policy = f"ppo_step_{number:06d}"
+    return _with_policy(run, report, point, number, name=f"ppo_step_{number:06d}")
+
+
+def _with_policy(run: Run, report: Report, point: FrontierPoint | InterpolatedPolicy, step: int, *, name: str) -> Run:
+    """Return the run with a policy that was made after an update in the place of the last one."""
     return replace(
         run,
-        name=f"{run.name} at update {number}",
-        report=_report_of(run.report, point),
+        name=f"{run.name} at {policy_label(step, point.share)}",
+        report=_report_of(report, point),
         answers=tuple(
-            {**row, "model": "ppo"} if row["model"] == policy else row for row in run.answers if row["model"] != "ppo"
+            {**row, "model": "ppo"} if row["model"] == name else row for row in run.answers if row["model"] != "ppo"
         ),
-        samples=tuple(row for row in run.samples if row["step"] <= number),
+        samples=tuple(row for row in run.samples if row["step"] <= step),
     )
 
 
-def _without_selection_bias(point: FrontierPoint, selected: SelectedPolicy) -> FrontierPoint:
-    """Return the selected point with its unbiased scores, which older versions do not have."""
-    return point.with_changes(
-        judges=selected.judges or point.judges,
-        win_rate=selected.win_rate or point.win_rate,
-        reward_mean=point.reward_mean if selected.reward_mean is None else selected.reward_mean,
-    )
-
-
-def _report_of(report: Report, point: FrontierPoint) -> Report:
+def _report_of(report: Report, point: FrontierPoint | InterpolatedPolicy) -> Report:
     others = {pair: rates for pair, rates in report.win_rate.items() if not pair.startswith("ppo_vs_")}
+    scores = report.without_choice(point)
     return report.with_changes(
-        models={**report.models, "ppo": point},
-        win_rate={PPO_OVER_SFT: point.win_rate, **others},
+        models={**report.models, "ppo": scores},
+        win_rate={PPO_OVER_SFT: scores.win_rate, **others},
         best_of=[each.with_changes(ppo_win_rate=None) for each in report.best_of or []],
         by=None,
         greedy=None,
@@ -413,9 +424,14 @@ def _report_of(report: Report, point: FrontierPoint) -> Report:
     )
 
 
-def _selected(run: Run) -> int:
-    step = run.report.selected_step if run.report else None
-    if step is None:
-        text = f"--step {SELECTED}: the evaluation of {run.name} has selected no policy"
-        raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that selects")
-    return step
+def _recommended(run: Run, step: str) -> tuple[int, float | None]:
+    """Return the step and the share of the recommended policy. Raises RLHFError M10 without one of PPO."""
+    report = run.report
+    recommended = report.recommended if report else None
+    if report is None or recommended is None:
+        text = f"--step {step}: the evaluation of {run.name} recommends no policy"
+        raise RLHFError("M10", text, hint="run `rlhf eval`")
+    if report.selected_step is None:
+        text = f"--step {step}: the evaluation of {run.name} recommends {report.recommendation}"
+        raise RLHFError("M10", text, hint="omit --step: the page compares it with the last policy")
+    return report.selected_step, recommended.share

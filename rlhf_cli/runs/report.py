@@ -117,14 +117,19 @@ class InterpolatedPolicy(PolicyScores):
     win_rate: WinRates
 
 
-class SelectedPolicy(StrictModel):
-    """The selected policy, with scores that are not biased by the selection; or why none was selected."""
+class RecommendedPolicy(StrictModel):
+    """The policy to take, why, and its means over prompts that had no part in the choice.
+
+    Older versions selected a snapshot, or none, and measured fewer of them.
+    """
 
     judge: str
-    rule: str
-    within_noise: list[int] | None = None  # steps
-    optimism: float | None = None  # by how much the mean is too high on the prompts of the selection
-    step: int | None = None
+    rule: str  # why it was chosen
+    policy: str | None = None  # its name in samples.jsonl
+    chosen_on: int | None = None  # prompts
+    reported_on: int | None = None  # other prompts, of which all figures below are
+    step: int | None = None  # None of SFT
+    share: float | None = None
     reward_mean: float | None = Field(None, alias="reward")
     reward_ci95: Interval = None
     kl: float | None = None
@@ -133,7 +138,34 @@ class SelectedPolicy(StrictModel):
     eos_fraction: Share | None = None
     distinct_fraction: float | None = None
     judges: dict[str, JudgeMean] | None = None
-    win_rate: WinRates | None = None
+    win_rate: WinRates | None = None  # over SFT
+    over_last: WinRates | None = None  # over PPO's last policy, if it is another one
+
+    @property
+    def is_sft(self) -> bool:
+        """Return True if the SFT model is better than what PPO made of it."""
+        return self.policy == "sft"
+
+
+# Means of a policy that its choice can bias.
+REPORTED = (
+    "reward_mean",
+    "reward_ci95",
+    "kl",
+    "kl_ci95",
+    "response_length_mean",
+    "eos_fraction",
+    "distinct_fraction",
+    "judges",
+    "win_rate",
+)
+
+
+def policy_label(step: int | None, share: float | None) -> str:
+    """Return the display name of a policy of PPO, or between it and SFT."""
+    if step is None:
+        return "the SFT model" if share is None else f"share {share:g}"
+    return f"update {step}" if share is None else f"share {share:g} of update {step}"
 
 
 class SampledResults(StrictModel):
@@ -402,7 +434,7 @@ class Report(StrictModel):
     no_frontier: str | None = None  # the reason
     frontier: list[FrontierPoint] | None = None
     selected_step: int | None = None
-    selected: SelectedPolicy | None = None
+    selected: RecommendedPolicy | None = None
     reward_model: RewardModelResult | None = None
     no_reward_card: str | None = None  # the reason
     warnings: list[str] | None = None
@@ -410,7 +442,7 @@ class Report(StrictModel):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "Report":
-        if self.selected_step is not None and (self.selected is None or self.selected.optimism is None):
+        if self.selected_step is not None and self.selected is None:
             raise ValueError("it names a selected step and not how it was picked")
         policies: dict[str, Sequence[PolicyScores]] = {
             "models": list(self.models.values()),
@@ -435,9 +467,39 @@ class Report(StrictModel):
         return self.win_rate.get(PPO_OVER_SFT, {})
 
     @property
-    def selected_point(self) -> FrontierPoint | None:
-        """Return the selected point of the frontier, with the scores by which it was selected."""
-        return next((point for point in self.frontier or [] if point.step == self.selected_step), None)
+    def recommended(self) -> RecommendedPolicy | None:
+        """Return the recommended policy; None without one, as if an older version selected no step."""
+        selected = self.selected
+        return selected if selected and (selected.is_sft or self.selected_step is not None) else None
+
+    @property
+    def recommendation(self) -> str:
+        """Return the recommended policy and why as text; empty without one."""
+        chosen = self.recommended
+        return f"{policy_label(self.selected_step, chosen.share)} ({chosen.rule})" if chosen else ""
+
+    def is_recommended(self, scores: PolicyScores) -> bool:
+        """Return True for the means of the recommended policy: of one between SFT and PPO by share, else by step."""
+        if scores.step is None and scores.share is None:
+            return self.recommends_last and scores is self.models.get("ppo")
+        if self.selected and self.selected.share is not None:
+            return scores.share == self.selected.share
+        return scores.step is not None and scores.step == self.selected_step
+
+    @property
+    def recommends_last(self) -> bool:
+        """Return True if PPO's last policy is the recommended one."""
+        chosen = self.recommended
+        if chosen is None or chosen.policy is not None:
+            return chosen is not None and chosen.policy == "ppo"
+        return self.selected_step == max((point.step for point in self.frontier or []), default=None)
+
+    def without_choice(self, scores: PolicyScores) -> PolicyScores:
+        """Return means of a policy; of the recommended one those over the prompts that had no part in the choice."""
+        if not self.is_recommended(scores):
+            return scores
+        figures = {name: getattr(self.selected, name) for name in REPORTED}
+        return scores.with_changes(**{name: value for name, value in figures.items() if value is not None})
 
 
 def read_report(folder: Path) -> Report:

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
+from rlhf_cli import terminal
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.dpo import DPOConfig
 from rlhf_cli.config.eval import EvalConfig, judge_kind
@@ -27,14 +28,16 @@ from rlhf_cli.runs.parents import (
     Parent,
     damaged_stage_error,
     finished_stage,
+    is_hub_id,
     no_stage_error,
     open_parent,
     short_hash,
 )
-from rlhf_cli.runs.report import Report, read_report
+from rlhf_cli.runs.report import RecommendedPolicy, Report, read_report
 
 LAST = "last"
-SELECTED = "selected"
+RECOMMENDED = "recommended"
+SELECTED = "selected"  # the same
 DEFAULT_STAGES = MODEL_STAGES[:2]  # the others are resolved on request only
 
 
@@ -257,29 +260,43 @@ class ResolvedModel:
     step: int | None  # number of PPO updates
     last: bool  # the model is the stage's result, not a snapshot
     report: Report | None  # of RUN/eval, if it evaluated this model
+    share: float | None = None  # of the way to it from the SFT model, if that is the policy to take
+
+    @property
+    def is_recommended(self) -> bool:
+        """Return True if this is the policy that the evaluation recommends."""
+        recommended = self.report.recommended if self.report else None
+        if recommended is None:
+            return False
+        if recommended.is_sft:
+            return self.model.stage == "sft"
+        step = self.report.selected_step if self.report else None
+        return (self.step, self.share) == (step, recommended.share)
 
     def __str__(self) -> str:
         if self.step is None:
             return shown(self.model.path)
         was_stopped = self.last and self.model.manifest.model_is == "the best step"
         best = ", the best where the run was stopped" if was_stopped else ""
-        return f"{shown(self.model.path)} after update {self.step}{best}"
+        share = "" if self.share is None else f" at share {self.share:g} from its SFT model"
+        return f"{shown(self.model.path)} after update {self.step}{best}{share}"
 
 
-def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
+def resolve_model(run: Path, stage: str | None, step: str | None) -> ResolvedModel:
     """Return the model of a run's or a stage's folder, after checking its files by hash.
 
-    Without `stage`, returns PPO's policy, or the SFT model if PPO was never started. `step` is `last`, `selected` or
-    the number of a snapshot.
+    Without `stage`, returns PPO's policy, or the SFT model if PPO was never started. `step` is `last`, `recommended`
+    (or `selected`) or the number of a snapshot. None is `recommended` where there is such a policy of this stage, else
+    `last`; which it is and why is said in a line if there was a choice.
 
     Raises RLHFError C07 for an unknown stage or step, C11 for a step of a stage other than PPO, M01 for a missing
-    stage, M10 for an unfinished or damaged one or one without a selected step, C06 for a missing step, M05 for a
+    stage, M10 for an unfinished or damaged one or one without a recommended policy, C06 for a missing step, M05 for a
     damaged snapshot, M04 for a missing or changed base.
     """
     if stage is not None and stage not in MODEL_STAGES:
         text = f"--stage {stage}: not one of {', '.join(MODEL_STAGES)}"
         raise RLHFError("C07", text, hint=did_you_mean(stage, MODEL_STAGES))
-    require_step(step)
+    require_step(step or LAST)
     with translate_read_errors(run):
         folder = _folder(run, stage)
     parent = open_parent(str(folder), expect=(stage,) if stage else MODEL_STAGES, key="RUN", where="")
@@ -290,37 +307,71 @@ def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
         raise damaged_stage_error(parent.key, parent.path, parent.stage, odd or "manifest.json names no step")
     report = _report(parent)
     if parent.stage != "ppo":
-        if step != LAST:
+        if step not in (None, LAST):
             text = f"--step {step}: the {parent.stage} stage has one model only"
             raise RLHFError("C11", text, hint="omit --step; only PPO's policies have steps")
         return ResolvedModel(parent, step=None, last=True, report=report)
 
-    assert end is not None
-    number = _number_of(step, end, parent, report)
-    if number == end:
-        return ResolvedModel(parent, step=end, last=True, report=report)
+    last = ResolvedModel(parent, step=end, last=True, report=report)
+    if step in (RECOMMENDED, SELECTED):
+        return _recommended(last, _require_recommended(last, step))
+    if step is None:
+        return _by_default(last, is_named=stage is not None or _is_started(run))
+    return last if step == LAST else _at_step(last, int(step))
 
-    snapshots = parent.path / SNAPSHOTS
-    steps = {*state_steps(snapshots), end}
+
+def _by_default(last: ResolvedModel, *, is_named: bool) -> ResolvedModel:
+    """Return the recommended policy, else the last one; that one, too, instead of SFT if PPO's stage `is_named`."""
+    recommended = last.report.recommended if last.report else None
+    if recommended is not None and not (recommended.is_sft and is_named):
+        return _recommended(last, recommended)
+    others = set(state_steps(last.model.path / SNAPSHOTS)) - {last.step}
+    if recommended is None and others:
+        which = f"the last policy, after update {last.step}"
+        terminal.say(f"{which}: no evaluation recommends one of {len(others) + 1} (rlhf eval)")
+    return last
+
+
+def _recommended(last: ResolvedModel, recommended: RecommendedPolicy) -> ResolvedModel:
+    """Return the policy that the evaluation recommends, and say which it is and why."""
+    assert last.report is not None
+    terminal.say(f"recommended: {last.report.recommendation}; --step last takes the last policy")
+    if recommended.is_sft:
+        return ResolvedModel(sft_of(last.model), step=None, last=True, report=last.report)
+    assert last.report.selected_step is not None
+    return replace(_at_step(last, last.report.selected_step), share=recommended.share)
+
+
+def _at_step(last: ResolvedModel, number: int) -> ResolvedModel:
+    """Return PPO's policy after an update. Raises RLHFError C06 if there is none, M05 for a damaged snapshot."""
+    if number == last.step:
+        return last
+    snapshots = last.model.path / SNAPSHOTS
+    steps = state_steps(snapshots)
     if number not in steps:
-        names = ", ".join(map(str, sorted(steps)))
-        text = f"--step {number}: {shown(parent.path)} has no policy of that step"
+        names = ", ".join(map(str, sorted({*steps, last.step or 0})))
+        text = f"--step {number}: {shown(last.model.path)} has no policy of that step"
         raise RLHFError("C06", text, hint=f"there are {names}; output.snapshots in ppo.yaml keeps more")
-    snapshot = replace(parent, model=state_at(snapshots, number))
-    return ResolvedModel(snapshot, step=number, last=False, report=report)
+    snapshot = replace(last.model, model=state_at(snapshots, number))
+    return replace(last, model=snapshot, step=number, last=False)
 
 
-def _number_of(step: str, end: int, ppo: Parent, report: Report | None) -> int:
-    """Return the number of the step that `last`, `selected` or a number names. Raises as `_selected`."""
-    if step == LAST:
-        return end
-    return _selected(ppo, report) if step == SELECTED else int(step)
+def sft_of(ppo: Parent) -> Parent:
+    """Return the SFT model that PPO started from. Raises RLHFError M01 or M10 if it is missing or changed."""
+    entry = ppo.manifest.parents["models.sft"]
+    path = entry.path if is_hub_id(entry.path) else os.path.abspath(ppo.path / entry.path)
+    sft = open_parent(path, expect=("sft",), key="models.sft", where="", revision=entry.revision)
+    verify_parents({sft.key: sft})
+    if sft.sha256 != entry.sha256:
+        text = f"{shown(sft.path)} is no longer the model that PPO was trained with"
+        raise RLHFError("M10", text, hint="run PPO again, or restore the old SFT model")
+    return sft
 
 
 def require_step(step: str) -> None:
-    """Raise RLHFError C07 unless `step` is `last`, `selected` or a number."""
-    if not (step in (LAST, SELECTED) or step.isdecimal()):
-        raise RLHFError("C07", f"--step {step}: not {LAST}, {SELECTED} or a number")
+    """Raise RLHFError C07 unless `step` is `last`, `recommended`, `selected` or a number."""
+    if not (step in (LAST, RECOMMENDED, SELECTED) or step.isdecimal()):
+        raise RLHFError("C07", f"--step {step}: not {LAST}, {RECOMMENDED} or a number")
 
 
 def _folder(run: Path, stage: str | None) -> Path:
@@ -370,19 +421,18 @@ def _report(parent: Parent) -> Report | None:
         return None
 
 
-def _selected(ppo: Parent, report: Report | None) -> int:
-    """Return the step that the evaluation selected. Raises RLHFError M10 without an evaluation, C06 if it selected
-    none.
-    """
-    folder = shown(ppo.path.resolve().parent / "eval")
-    if report is None:
-        text = f"--step {SELECTED}: {folder} holds no finished evaluation of {shown(ppo.path)} as it is"
-        raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that selects")
-    if report.selected_step is None:
-        reason = report.selected.rule if report.selected else "eval.select names no judge"
-        text = f"--step {SELECTED}: the evaluation in {folder} selected no policy ({reason})"
-        raise RLHFError("C06", text, hint="set eval.select in eval.yaml and evaluate again, or give a step's number")
-    return report.selected_step
+def _require_recommended(last: ResolvedModel, step: str) -> RecommendedPolicy:
+    """Return the recommended policy. Raises RLHFError M10 without an evaluation, C06 if it recommends none."""
+    ppo = shown(last.model.path)
+    folder = shown(last.model.path.resolve().parent / "eval")
+    if last.report is None:
+        text = f"--step {step}: {folder} holds no finished evaluation of {ppo} as it is"
+        raise RLHFError("M10", text, hint="run `rlhf eval`")
+    if last.report.recommended is None:
+        text = f"--step {step}: the evaluation in {folder} recommends no policy"
+        hint = "evaluate again with eval.frontier or eval.interpolate, or give a step's number"
+        raise RLHFError("C06", text, hint=hint)
+    return last.report.recommended
 
 
 POLICY_KEYS = ("model.path", "models.sft", "models.policy", "models.ppo", "models.base", "models.previous")

@@ -27,9 +27,9 @@ class StrictModel(BaseModel):
         """Return a copy with other values of some attributes."""
         return self.model_copy(update=changes)
 
-    def to_json(self, exclude: set[str] | None = None) -> dict[str, Any]:
+    def to_json(self, include: set[str] | None = None, exclude: set[str] | None = None) -> dict[str, Any]:
         """Return the JSON object; attributes that are None are absent."""
-        return self.model_dump(mode="json", exclude=exclude, exclude_none=True)
+        return self.model_dump(mode="json", include=include, exclude=exclude, exclude_none=True)
 
 
 def describe_problem(file_name: str, error: ValidationError) -> str:

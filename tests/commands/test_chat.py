@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import ppo_folder
 import pytest
+import report_run
 import torch
 from chat_run import CONTEXT, PROMPT, Terminal, make
 from ppo_folder import lines, must_succeed, write
@@ -378,8 +379,8 @@ def test_invalid_selections(run: Path) -> None:
     assert is_error(piped("nowhere"), "M01", "no such folder nowhere")
     for arguments, code, *texts in (
         (("--step", "99"), "C06", "run/ppo has no policy of that step", "there are "),
-        (("--step", "best"), "C07", "--step best: not last, selected or a number"),
-        (("--step", "selected"), "C06", "selected no policy"),
+        (("--step", "best"), "C07", "--step best: not last, recommended or a number"),
+        (("--step", "recommended"), "C06", "recommends no policy"),
         (("--stage", "reward"), "C11", "run/reward is a reward model, which generates no text"),
         (("--compare", "sft,pp"), "C07", "--compare sft,pp: not sft,ppo or ppo,sft"),
         (("--compare", "ppo,ppo"), "C07", "not sft,ppo or ppo,sft"),
@@ -391,6 +392,28 @@ def test_invalid_selections(run: Path) -> None:
     (run / "ppo/manifest.json").unlink()
     assert is_error(piped(run), "M10", "run/ppo is not finished", "--stage sft")
     assert piped(run / "sft").exit_code == 0
+
+
+def test_the_recommended_policy_replies(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One between SFT and PPO has half of PPO's weights' way; instead of SFT a comparison has the last policy."""
+    line = report_run.recommend(monkeypatch, "interpolated_0.5", step=4, share=0.5)
+    result = must_succeed(piped(run))
+    assert result.stderr.startswith(line) and "ppo: run/ppo after update 4 at share 0.5 from" in result.stderr
+    half, last, sft = (
+        opened(run, stage=stage, step=step).models[0].weights.state_dict()
+        for stage, step in ((None, None), (None, "last"), ("sft", None))
+    )
+    assert half.keys() == sft.keys()
+    for name, weight in half.items():
+        assert torch.allclose(weight, (last[name] + sft[name]) / 2, atol=1e-6), name
+    assert any(not torch.equal(half[name], last[name]) for name in half)
+
+    line = report_run.recommend(monkeypatch, "sft")
+    result = must_succeed(piped(run))
+    assert result.stderr.startswith(line) and "chat     sft: run/sft\n" in result.stderr
+    assert "PPO was not started" not in result.stderr
+    compared = must_succeed(piped(run, "--compare", "sft,ppo"))
+    assert "chat     ppo: run/ppo after update 4\n" in compared.stderr and line not in compared.stderr
 
 
 def test_a_snapshot_and_a_stage_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

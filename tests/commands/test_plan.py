@@ -340,13 +340,14 @@ def test_where_a_stage_starts(three: Path) -> None:
 
 
 def test_snapshots_and_the_draws_of_the_limit_are_evaluated_too(three: Path) -> None:
-    """Seven snapshots, as PPO's eighth is its result; and once the draws of the limit, also those of best of n."""
+    """Seven snapshots, as PPO's eighth is its result; three shares; once the draws of the limit, also best of n's."""
     text = "models: {sft: model}\ndata: {prompts: prompts.jsonl}\neval: {n: 9, best_of: []}\n"
     (three / "eval.yaml").write_text(text)
     long, short = (planned("eval.yaml", "-s", f"eval.frontier={on}")["eval"]["phases"] for on in ("true", "false"))
     for one, other in zip(long, short, strict=True):
-        assert one["flops"] / other["flops"] == pytest.approx((4 + 7) / 4, rel=0.01)
-    text = "models: {sft: model}\ndata: {prompts: prompts.jsonl}\neval: {n: 9, frontier: false, best_of: []}\n"
+        assert one["flops"] / other["flops"] == pytest.approx((4 + 3 + 7) / (4 + 3), rel=0.01)
+    sizes = "eval: {n: 9, frontier: false, interpolate: [], best_of: []}\n"
+    text = f"models: {{sft: model}}\ndata: {{prompts: prompts.jsonl}}\n{sizes}"
     (three / "eval.yaml").write_text(text)
     without = planned("eval.yaml")["eval"]["phases"]
     for rounds, best_of in ((16, 4), (20, 16)):

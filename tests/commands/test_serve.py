@@ -23,9 +23,10 @@ VARIABLES = "env VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm 
 
 
 def served(*arguments: object, says: str = "") -> str:
-    """Return what the command prints; with `says`, this one line is on stderr, else nothing."""
+    """Return what the command prints; with `says`, this one line is on stderr, beside that of the chosen policy."""
     result = must_succeed(rlhf("serve", *arguments))
-    assert result.stderr == (f"serve    {says}\n" if says else ""), result.stderr
+    chosen = [line for line in result.stderr.splitlines() if not line.startswith("the last policy, after update ")]
+    assert "\n".join(chosen) == (f"serve    {says}" if says else ""), result.stderr
     return str(result.stdout)
 
 
@@ -108,13 +109,14 @@ def test_what_vllm_cannot_load_is_exported_first(adapters_copy: Path, monkeypatc
     for stage, name in (("ppo", "policy"), ("reward", "reward")):  # adapters on adapters; a trained head
         result = must_succeed(rlhf("serve", stage), f"serve    first: rlhf export {stage} --out exported/{stage}-")
         assert result.stdout.startswith(f"vllm serve exported/{stage}-") and f"-name {name} " in result.stdout
-    assert is_one_error(rlhf("serve", ".", "--exec"), "M01", "hint: first: rlhf export ppo --out exported/ppo-")
+    result = rlhf("serve", ".", "--exec", "--step", "last")
+    assert is_one_error(result, "M01", "hint: first: rlhf export ppo --out exported/ppo-")
 
 
 def test_exec_starts_what_is_printed(chat_origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(chat_origin, "my run")
     monkeypatch.setenv("PATH", f"{here}/no bin:{os.defpath}")
-    assert is_one_error(rlhf("serve", "my run", "--exec"), "E09", "there is no program vllm on PATH")
+    assert is_one_error(rlhf("serve", "my run", "--exec", "--step", "last"), "E09", "there is no program vllm on PATH")
     Path("no bin").mkdir()
     script = '#!/bin/sh\nprintf "%s\\n" "$@" $VLLM_SERVER_DEV_MODE$VLLM_ALLOW_RUNTIME_LORA_UPDATING\n'
     Path("no bin/vllm").write_text(script)

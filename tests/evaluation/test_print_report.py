@@ -60,7 +60,7 @@ def test_policies_and_win_rates_with_intervals(printed: Any, tmp_path: Path) -> 
         ["5", "1.50", "0.500", "0.400 [0.300, 0.500]", "0.630 [0.570, 0.690]", "0.610"],
         ["10", "4.25", "1.000", "0.800 [0.700, 0.900]", "0.630 [0.570, 0.690]", "0.610", "*"],
         ["best of 4", "<= 0.64", "0.700", "0.500 [0.400, 0.600]", "0.630 [0.570, 0.690]", "0.610"],
-        ["selected: update 10, by the highest mean of gold"],
+        ["recommended: update 10 (the highest mean of gold)"],
         ["in report.json: warning[R03]: no response ends"],
     ):
         assert row in rows, row
@@ -116,9 +116,11 @@ def test_estimates_below_zero_have_no_sign_and_the_frontier_fits_the_terminal(pr
     first, *others = REPORT["frontier"]
     output = printed({**REPORT, "frontier": [{**first, "kl": -0.001, "kl_ci95": [-0.002, 0.001]}, *others]})
     assert ["5", "0.00"] in [row[:2] for row in cells(output)]
-    assert "within noise of it: update 20 (paired" in output and "about 0.010 too high\n" in output
+    rates = "0.400 [0.340, 0.460] by reward; 0.550 [0.490, 0.610], undecided by gold"
+    assert "win rate over SFT 0.600 [0.540, 0.660], 4.30 nats" in output
+    assert f"  win rate over the last policy: {rates}\n" in output
     start = output.index("Frontier: ")
-    assert max(map(len, output[start : output.index("too high")].splitlines())) <= 100
+    assert max(map(len, output[start : output.index("over the last")].splitlines())) <= 120
 
 
 def test_a_damaged_report_is_an_error(tmp_path: Path) -> None:

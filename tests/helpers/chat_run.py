@@ -30,7 +30,7 @@ PPO = {
     "output": {"save_steps": 2, "snapshots": 2},
     "ppo": {**ppo_folder.PPO["ppo"], "num_ppo_epochs": 4, "response_length": 12, "learning_rate": 3e-2},
 }
-EVAL = {"data": {"prompts": "heldout.jsonl"}, "eval": {"n": 6, "best_of": [], "frontier": False}}
+EVAL = {"data": {"prompts": "heldout.jsonl"}, "eval": {"n": 6, "best_of": [], "frontier": False, "interpolate": []}}
 
 
 def make(folder: Path, *, template: str | None = None) -> Path:

@@ -16,6 +16,7 @@ from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.report import charts, frontier, page, svg
 from rlhf_cli.report.svg import Drawing, Values
 from rlhf_cli.runs.read import read_run
+from rlhf_cli.runs.report import RecommendedPolicy, Report
 
 DRAW_SVG = charts.draw_svg
 SFT_LOSSES = [3.0, 2.5, 2.25, 2.125]
@@ -102,9 +103,12 @@ def point(reward: float, gold: float, kl: float) -> dict[str, Any]:
 
 
 def report(gold: float = 0.63, reward: float = 0.95) -> dict[str, Any]:
-    """eval/report.json with a frontier whose middle is selected, and best of 4."""
+    """eval/report.json with a frontier whose middle is recommended, and best of 4."""
     points = [(5, 1.5, 0.4), (10, 4.25, 0.8), (20, 9.75, 0.6)]
     rates = {"reward": win(reward), "gold": win(gold)}
+    policy = {"judge": "gold", "rule": "the highest mean of gold", "policy": "ppo_step_000010", "step": 10}
+    prompts = {"chosen_on": 128, "reported_on": 128}
+    elsewhere = {**point(1.0, 0.78, 4.3), "win_rate": {"reward": win(0.9, 128), "gold": win(0.6, 128)}}
     return {
         "n": 256,
         "temperature": 1.0,
@@ -117,7 +121,7 @@ def report(gold: float = 0.63, reward: float = 0.95) -> dict[str, Any]:
         ],
         "frontier": [{"step": step, "win_rate": rates, **point(step / 10, gold, kl)} for step, kl, gold in points],
         "selected_step": 10,
-        "selected": {"judge": "gold", "rule": "the highest mean of gold", "within_noise": [20], "optimism": 0.01},
+        "selected": {**policy, **prompts, **elsewhere, "over_last": {"reward": win(0.4, 128), "gold": win(0.55, 128)}},
         "warnings": ["warning[R11]: politeness wins"],
     }
 
@@ -259,3 +263,13 @@ def text_of(html: str) -> str:
     for markup in (r"<(template|style|script|svg)\b.*?</\1>", r"<[^>]*>"):
         html = re.sub(markup, " ", html, flags=re.S)
     return " ".join(unescape(html).split())
+
+
+def recommend(
+    monkeypatch: pytest.MonkeyPatch, policy: str, *, step: int | None = None, share: float | None = None
+) -> str:
+    """Let every evaluation recommend a policy; return the line that says so."""
+    chosen = RecommendedPolicy(judge="gold", rule="planned", policy=policy, step=step, share=share)
+    found = Report(n=8, selected_step=step, selected=chosen)
+    monkeypatch.setattr("rlhf_cli.runs.resolve._report", lambda parent: found)
+    return f"recommended: {found.recommendation}; --step last takes the last policy\n"

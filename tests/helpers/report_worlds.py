@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,12 +101,15 @@ def snapshots(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
     """Eight equal policies on the same prompts, except that the fourth is better by `gain`."""
     n, steps = int(rng.choice((32, 64, 128))), range(1, 9)
     difficulty = rng.normal(size=n)
-    by_step = {step: _answers(difficulty + rng.normal(gain * (step == 4), 1.0, n), 0.1 * step) for step in steps}
     sft = _answers(difficulty + rng.normal(size=n), 0.0)
-    policies = [replace(policy, step=step) for step, policy in by_step.items()]
+    policies = []
+    for step in steps:
+        answers = _answers(difficulty + rng.normal(gain * (step == 4), 1.0, n), 0.1 * step)
+        policies.append(replace(answers, step=step))
     points = selection.frontier_points(policies, sft)
-    found = selection.select_point(points, by_step, sft, SimpleNamespace(judge="gold", kl_max=None))
-    report = Report(n=n, models={"sft": points[0]}, frontier=points, selected_step=found.step, selected=found.selected)
+    found = selection.recommend(policies, sft, selection.Rule("gold", None))
+    assert found
+    report = Report(n=n, models={"sft": points[0]}, frontier=points, selected_step=found.step, selected=found)
     yield from page(run(report=report.to_json()))
     yield from (figure.sentence for figure in figures.frontiers(report))
 

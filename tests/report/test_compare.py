@@ -27,7 +27,7 @@ def test_results_have_mean_and_spread(tmp_path: Path) -> None:
     assert rows["SFT, held-out loss"] == ["2", "5", "-", "3.5", "2.12", 2]
     assert compare.result_row("", [Result(2.0), Result()]) == ["", "2", "-", "2", "-", 1]
     assert rows["reward model, accuracy"][0] == "75 % [69, 80]" and rows["SFT, answers that end"][0] == "97 %"
-    assert rows["selected update"] == ["10", "10", "10", "", "", 3], "a mean of updates is meaningless"
+    assert rows["recommended update"] == ["10", "10", "10", "", "", 3], "a mean of updates is meaningless"
     assert rows["PPO, KL from SFT in nats"][0] == "12.3" and rows["PPO, seconds"][0] == "100"
     assert [formats.number(value) for value in (999.4, 1234, 9999.6)] == ["999", "1,234", "10,000"]
 

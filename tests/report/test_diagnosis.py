@@ -118,7 +118,7 @@ def test_nothing_is_concluded_from_an_outdated_evaluation(run: Path) -> None:
     evaluation["models"]["sft"]["eos_fraction"] = 0.1
     write_report(run, evaluation)
     conclusions = (
-        "lost by gold", "of its 256 sampled answers end", "PPO loses to SFT", "Selected policy:", "politeness wins",
+        "lost by gold", "of its 256 sampled answers end", "PPO loses to SFT", "Recommended policy:", "politeness wins",
     )  # fmt: skip
     now = words(run)
     assert all(part in now for part in conclusions) and "Out of date: evaluated" not in now
@@ -239,7 +239,8 @@ def test_one_advice_per_stage_in_the_order_of_the_stages(run: Path) -> None:
     config["ppo"]["learning_rate"] = 0.003
     begin(run / "ppo", config)
     assert todo(run) == (
-        "What to do first No stage is bad. Worth a look first: reward. An empty answer scores above the chosen answer "
+        "What to do first The policy to take is update 10 (the highest mean of gold), not the last policy. rlhf export "
+        "demo exports it. No stage is bad. Worth a look first: reward. An empty answer scores above the chosen answer "
         "for 50% of 128 prompts. reward (worth a look): add pairs in which an empty answer is rejected, and pairs in "
         "which the good answer three times is rejected: PPO will exploit each of them "
         "ppo (worth a look): lower ppo.learning_rate (here 0.003) or ppo.num_ppo_epochs "

@@ -18,14 +18,17 @@ from tests.report.test_page import drawn
 pytestmark = pytest.mark.usefixtures("figures")
 
 
-def test_the_selected_policy_has_a_ring() -> None:
-    evaluation = report()
+def test_the_recommended_policy_has_a_ring() -> None:
+    evaluation = with_policies()
     root = drawn(frontier.draw_panel, "gold", Report.model_validate(evaluation), frontier.ON_PAGE)
-    assert len(list(group(root, "selected-update-10").iter("use"))) == 1
+    assert len(list(group(root, "recommended-update-10").iter("use"))) == 1
     assert len(list(group(root, "PPO-snapshots").iter("use"))) == 4, "SFT and three policies"
-    del evaluation["selected_step"]
+    evaluation["selected"]["share"] = 0.7
     root = drawn(frontier.draw_panel, "gold", Report.model_validate(evaluation), frontier.ON_PAGE)
-    assert "selected" not in ElementTree.tostring(root, "unicode")
+    assert len(list(group(root, "recommended-share-0-7").iter("use"))) == 1
+    del evaluation["selected_step"], evaluation["selected"]
+    root = drawn(frontier.draw_panel, "gold", Report.model_validate(evaluation), frontier.ON_PAGE)
+    assert "recommended" not in ElementTree.tostring(root, "unicode")
 
 
 @pytest.mark.full
@@ -85,7 +88,7 @@ def test_the_panel_of_the_reward_has_the_scores_of_the_limit(
     assert shown == {
         label: [(pytest.approx(kl), pytest.approx(mean - 1)) for kl, mean in each] for label, each in own.items()
     }
-    ppo = {"PPO snapshots", "selected: update 10"} if has_snapshots else {"PPO"}
+    ppo = {"PPO snapshots", "recommended: update 10"} if has_snapshots else {"PPO"}
     others = {"between SFT and PPO", "dpo"} if policies else set()
     assert shown.keys() == {"SFT and its best of n (KL bound)"} | ppo | others
     assert plotted("gold", evaluation).keys() == shown.keys()

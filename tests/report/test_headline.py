@@ -73,14 +73,27 @@ def test_the_overhead_is_told_where_it_is_known(run: Path) -> None:
         del policies["ppo"][next(iter(known))]
 
 
-def test_the_page_names_the_snapshot_that_is_better_than_the_last_one(run: Path) -> None:
-    assert headline.better_snapshot(read_run(run)) == "", "the last one, 20, is within noise of it"
+def test_the_page_names_the_recommended_policy_unless_it_shows_it(run: Path) -> None:
+    expected = "The policy to take is update 10 (the highest mean of gold), not the last policy."
+    assert headline.recommendation(read_run(run)) == expected and expected in words(run)
+    assert headline.recommendation(at_step(read_run(run), "recommended")) == ""
     evaluation = report()
-    evaluation["selected"]["within_noise"] = []
-    assert "Update 10 is the policy to take, not update 20: the highest mean of gold" in words(
-        write_report(run, evaluation)
-    )
-    assert headline.better_snapshot(at_step(read_run(run), "selected")) == ""
+    evaluation["selected"] |= {"policy": "ppo", "step": 20}
+    write_report(run, {**evaluation, "selected_step": 20})
+    assert headline.recommendation(read_run(run)) == ""
+    del evaluation["selected_step"], evaluation["selected"]["step"]
+    evaluation["selected"] |= {"policy": "sft", "rule": "none of 9 policies"}
+    assert "take is the SFT model (none of 9 policies), not the last" in words(write_report(run, evaluation))
+
+
+def test_an_evaluation_of_an_older_version_has_its_selected_step(run: Path) -> None:
+    evaluation = report() | {"selected": {"judge": "gold", "rule": "the highest mean", "optimism": 0.01}}
+    write_report(run, evaluation)
+    assert "take is update 10 (the highest mean), not the last" in headline.recommendation(read_run(run))
+    write_report(run, {**evaluation, "selected_step": 20})
+    assert headline.recommendation(read_run(run)) == "", "the last of the frontier"
+    del evaluation["selected_step"]
+    assert headline.recommendation(read_run(write_report(run, evaluation))) == "", "none was selected"
 
 
 def test_the_large_figures(run: Path) -> None:

@@ -35,7 +35,7 @@ def test_the_report_comes_first_if_it_shows_a_problem(
         show_summary(run, configs, {"ppo": [], "eval": []}, met=met)
         return capsys.readouterr().out.splitlines()
 
-    onward = ["rlhf chat run --compare sft,ppo", "rlhf export run --out DIR --step selected"] if met else []
+    onward = ["rlhf chat run --compare sft,ppo", "rlhf export run --out DIR"] if met else []
     assert last_lines() == ([f"next: {'; '.join(onward)}"] if onward else []), "no page was drawn"
     write_beside(run / "eval")
     page = ["open run/eval/report.html in a browser"] if gold < 0.5 or not met else []

@@ -21,7 +21,6 @@ from rlhf_cli.errors import RLHFError, did_you_mean, shown
 from rlhf_cli.files import write_text
 from rlhf_cli.jsonl import decode, to_json
 from rlhf_cli.rewards.function import no_bytecode_files
-from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.stages.common import prompt_forms
 
 PROMPT_STYLES = {
@@ -37,7 +36,7 @@ class ChatOptions:
     """Options of the command line; None: as in the run's config."""
 
     stage: str | None = None
-    step: str = LAST
+    step: str | None = None
     compare: str | None = None
     temperature: float | None = None
     max_new_tokens: int | None = None

@@ -10,13 +10,14 @@ import torch
 
 from rlhf_cli import config as configs
 from rlhf_cli import runs
+from rlhf_cli.commands.common.share import load_between
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.machinery.section import Origin
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import file_sha256
-from rlhf_cli.models import devices, load, tokenizers
+from rlhf_cli.models import devices, load, lora, tokenizers
 from rlhf_cli.models.batch import EnsembleScores, Rollout, StopTokenId
 from rlhf_cli.ppo.scores import weighted_sum
 from rlhf_cli.progress import Progress
@@ -41,7 +42,8 @@ class ChatModel:
     name: str  # sft, dpo or ppo
     parent: Parent
     description: str
-    sha256: str | None  # of its files; None for a PPO snapshot
+    sha256: str | None  # of its files; None for a PPO snapshot, and between SFT and PPO
+    share: float | None = None  # of the way from SFT to it
     weights: Any = None  # once loaded
 
 
@@ -117,7 +119,7 @@ class ReplyScorer:
 
 
 def open_models(
-    folder: Path, stage: str | None, step: str, compare: str | None, options: Options
+    folder: Path, stage: str | None, step: str | None, compare: str | None, options: Options
 ) -> tuple[list[ChatModel], ReplyScorer]:
     """Load the models that the command line selects, and what scores their replies.
 
@@ -132,7 +134,8 @@ def open_models(
     policy = resolve_policy(folder, "ppo" if names else stage, step)
     config = run_config(policy.parent)
     missing = []
-    if policy.name == "sft" and stage is None and policy.parent.path != folder:
+    is_started = (folder / "ppo/identity.json").is_file()
+    if policy.name == "sft" and stage is None and policy.parent.path != folder and not is_started:
         missing.append("no PPO policy: PPO was not started, so the SFT model replies")
 
     sft = None
@@ -162,7 +165,7 @@ def parse_compare(compare: str) -> list[str]:
     return names
 
 
-def resolve_policy(folder: Path, stage: str | None, step: str) -> ChatModel:
+def resolve_policy(folder: Path, stage: str | None, step: str | None) -> ChatModel:
     """Return the policy of a run or stage folder, not loaded: of `stage`, else its newest.
 
     Raises RLHFError as `resolve_model` does, and C11 for a stage whose model generates no text.
@@ -172,7 +175,8 @@ def resolve_policy(folder: Path, stage: str | None, step: str) -> ChatModel:
     if parent.stage not in POLICY_STAGES:
         text = f"{shown(parent.path)} is a {parent.stage} model, which generates no text"
         raise RLHFError("C11", text, hint="omit --stage, or name sft, dpo or ppo; its scores are below each reply")
-    return ChatModel(parent.stage, parent, str(chosen), parent.sha256 if chosen.last else None)
+    is_written = chosen.last and chosen.share is None
+    return ChatModel(parent.stage, parent, str(chosen), parent.sha256 if is_written else None, chosen.share)
 
 
 def run_config(model: Parent) -> PPOConfig:
@@ -226,7 +230,10 @@ def load_weights(
     load_kwargs = load.load_kwargs(config.models, options.trust_remote_code)
     for model in models:
         path = shown(model.parent.path)
-        weights = load.load_causal_lm(model.parent.model, **load_kwargs)
+        if model.share is None:
+            weights = load.load_causal_lm(model.parent.model, **load_kwargs)
+        else:
+            weights = lora.merge_and_unload(load_between(model.parent, model.share, options.trust_remote_code))
         tokenizers.check_vocabulary(weights, tokenizer, path)
         model.weights = weights.to(devices.device()).eval()
         bar.advance(note=path)

@@ -48,16 +48,18 @@ def render_card(
     name: str,
     address: str,
     example: Prompt | None = None,
-    share: float | None = None,
 ) -> str:
     """Return the text of a model card.
 
     `name` is the model's name at its destination, `address` the argument of from_pretrained(), `example` a prompt that
-    may be shown, `share` that of a model between SFT and PPO.
+    may be shown.
     """
     stages = list(_lineage(read_stage_with_logs(chosen.model.stage, chosen.model.path)))
+    share = chosen.share
     run = _run_at(chosen, stages)
-    points = run.report.interpolated if run.report else None
+    points = []
+    if run.report:
+        points = [run.report.without_choice(each) for each in run.report.interpolated or []]
     if share is not None or run.report is None or stages[0].name not in run.report.models:
         run = replace(run, report=None)  # of other policies
 
@@ -80,7 +82,8 @@ def render_card(
         stages=stages,
         run=run,
         findings=diagnosis.diagnose(run).findings,
-        points=points or [],
+        points=points,
+        recommendation=chosen.report.recommendation if chosen.report and chosen.is_recommended else "",
         warnings={code: CODES[code] for code in sorted({*warnings} & CODES.keys())},
         prompts=prompts,
         prompt=repr(_prompt(example or EXAMPLE, prompts)),

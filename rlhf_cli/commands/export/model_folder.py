@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from rlhf_cli import __version__, config, data, runs, system, terminal
+from rlhf_cli.commands.common.share import check_share, load_between
 from rlhf_cli.commands.export.card import Prompt, render_card
 from rlhf_cli.commands.export.comparison import logits, stored_rows, verify_export, with_random_rows
-from rlhf_cli.commands.export.share import InterpolatedWeights, check_share, sft_of
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, collect_errors, did_you_mean, shown
 from rlhf_cli.models import hub, interpolation, load, lora, save, tokenizers, weight_files
@@ -46,7 +46,7 @@ def run(
     options: Options,
     *,
     stage: str | None = None,
-    step: str = LAST,
+    step: str | None = None,
     dtype: str | None = None,
     repository: Repository | None = None,
     show_prompt: bool = False,
@@ -54,7 +54,8 @@ def run(
 ) -> None:
     """Export a model, push it if there is a repository, and print what was done.
 
-    With `interpolate`, a share, the model is SFT + share * (PPO - SFT) in the weights. The folder contains no local
+    With `interpolate`, a share, the model is SFT + share * (PPO - SFT) in the weights, of the last policy without a
+    `step`. The folder contains no local
     paths and no pickles; without `out` it is a temporary folder in the run. Its card shows a text of the run's data, a
     held-out prompt, only with `show_prompt`.
     Raises RLHFError as `runs.resolve_model` does; C06 and C11 for `interpolate`, M01 and M10 if PPO's SFT model is
@@ -66,13 +67,13 @@ def run(
     checks: list[Callable[[], object]] = [partial(_check_dtype, dtype), partial(check_share, interpolate)]
     if out:
         checks.append(partial(runs.require_empty, out.resolve()))
-    checks.append(lambda: resolved.append(runs.resolve_model(folder, stage, step)))
+    step = LAST if step is None and interpolate is not None else step
+    checks.append(lambda: resolved.append(_resolve(folder, stage, step, interpolate)))
     if repository:
         checks.append(partial(hub.require_access, repository.name, public=repository.public))
     collect_errors(*checks)
 
     (chosen,) = resolved
-    between = InterpolatedWeights(interpolate, sft_of(chosen.model)) if interpolate else None
     run_folder = chosen.model.path.resolve().parent
     if repository:
         name = repository.name.partition("/")[2]
@@ -81,15 +82,28 @@ def run(
         name = f"{run_folder.name}-{chosen.model.stage}"
         address = HERE
     example = held_out_prompt(run_folder) if show_prompt else None
-    card = partial(render_card, chosen, name=name, address=address, example=example, share=interpolate)
+    card = partial(render_card, chosen, name=name, address=address, example=example)
 
     place = f": {shown(out)}" if out else ""
     with nullcontext(out.resolve()) if out else runs.scratch_folder(run_folder) as target:
-        values = _write(chosen, target, options, dtype=dtype, card=card, place=place, between=between)
+        values = _write(chosen, target, options, dtype=dtype, card=card, place=place)
         values["folder"] = shown(out) if out else None
         if repository:
-            values["push"] = _push(chosen, target, repository, between)
+            values["push"] = _push(chosen, target, repository)
     terminal.conclude(shown(out) if out else str(values["push"]["url"]), values)
+
+
+def _resolve(folder: Path, stage: str | None, step: str | None, share: float | None) -> ResolvedModel:
+    """Return the model of the command line; with a share one between it and the SFT model."""
+    chosen = runs.resolve_model(folder, stage, step)
+    if share is None:
+        return chosen
+    ppo = chosen.model
+    if ppo.stage != "ppo":
+        text = f"--interpolate: {shown(ppo.path)} was written by the {ppo.stage} stage, and only PPO starts from SFT"
+        raise RLHFError("C11", text, hint="omit --interpolate")
+    runs.sft_of(ppo)
+    return replace(chosen, share=share)
 
 
 def held_out_prompt(run_folder: Path) -> Prompt:
@@ -121,7 +135,6 @@ def _write(
     dtype: str | None,
     card: "partial[str]",
     place: str,
-    between: InterpolatedWeights | None,
 ) -> dict[str, Any]:
     """Write the folder, compare it with the run's model, print the result, and return it for --json."""
     source = chosen.model.model
@@ -129,13 +142,14 @@ def _write(
     with Progress("export", 4, "part") as bar:
         export_dtype = DTYPES[dtype] if dtype else load.read_config(source, trust).dtype or torch.float32
         dtype_name = str(export_dtype).removeprefix("torch.")
-        copies = 2 if between and not interpolation.scales_exactly(chosen.model) else 1
+        copies = 2 if chosen.share and not interpolation.scales_exactly(chosen.model) else 1
         _check_room(chosen.model, target, export_dtype, copies)
 
         tokenizer = tokenizers.load_tokenizer(source, trust_remote_code=trust)
-        model = load.load_unmerged(source, trust_remote_code=trust).eval()
-        if between:
-            model = between.apply(model, chosen.model, trust)
+        if chosen.share is None:
+            model = load.load_unmerged(source, trust_remote_code=trust).eval()
+        else:
+            model = load_between(chosen.model, chosen.share, trust).eval()
         bar.advance(note="loaded")
 
         stored = stored_rows(chosen.model, tokenizer)
@@ -155,15 +169,16 @@ def _write(
             bar.advance(note="loaded again")
 
     merged = " with its adapters merged" if chosen.model.base else ""
-    whose = "interpolated" if between else "run's"
+    whose = "run's" if chosen.share is None else "interpolated"
     equal = f"equals the {whose} model to {difference:.1e} of the largest logit" if difference else "is bit-identical"
     on = f"{len(stored)} stored rows and {len(rows) - len(stored)} rows of random tokens"
-    terminal.out(f"export   {chosen}{between or ''}{merged}, {parameters:,} parameters in {dtype_name}{place}")
+    terminal.out(f"export   {chosen}{merged}, {parameters:,} parameters in {dtype_name}{place}")
     terminal.out(f"export   loaded again with transformers, its output {equal}, on {on}")
     return {
         "model": shown(chosen.model.path),
         "stage": chosen.model.stage,
         "step": chosen.step,
+        "share": chosen.share,
         "parameters": parameters,
         "dtype": dtype_name,
         "difference": difference,
@@ -188,15 +203,14 @@ def _check_room(model: Parent, target: Path, dtype: torch.dtype, copies: int) ->
         raise RLHFError("E03", text, where=shown(target), hint="free disk space, or use a folder on another disk")
 
 
-def _push(
-    chosen: ResolvedModel, target: Path, repository: Repository, between: InterpolatedWeights | None
-) -> dict[str, Any]:
+def _push(chosen: ResolvedModel, target: Path, repository: Repository) -> dict[str, Any]:
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     terminal.say(f"push     {system.format_bytes(size)} to {repository.name}")
 
     at = f" after PPO update {chosen.step}" if chosen.step is not None else ""
     run_name = chosen.model.path.resolve().parent.name
-    message = f"{chosen.model.stage} of run {run_name}{at}{between or ''}, exported by rlhf-cli {__version__}"
+    share = "" if chosen.share is None else f" at share {chosen.share:g} from its SFT model"
+    message = f"{chosen.model.stage} of run {run_name}{at}{share}, exported by rlhf-cli {__version__}"
     push = hub.push(target, repository.name, message, public=repository.public, bars=terminal.is_terminal(sys.stderr))
 
     visibility = "private" if push.private else "public"

@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_cli import runs
 from rlhf_cli.commands.plan.data_size import max_data_size, measure_data
 from rlhf_cli.config.base import Config, Options
-from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.eval import SHARES, EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.reward import RewardConfig
@@ -180,9 +180,12 @@ class ModelResolver:
         settings = config.eval
         policies = 2 + len(config.policies)
         policies += bool(config.models.base) + bool(config.models.previous)
-        rounds = policies * len(settings.modes) + settings.draws + len(settings.interpolate)
-        trainer = self.trainer(config) if settings.frontier else None
-        if trainer:
+        trainer = self.trainer(config)
+        shares = settings.interpolate or []
+        if settings.interpolate is None and trainer:
+            shares = list(SHARES)
+        rounds = policies * len(settings.modes) + settings.draws + len(shares)
+        if trainer and settings.frontier:
             # Beside PPO's last policy; its best one may be evaluated too.
             rounds += max(0, trainer.output.snapshots - 1)
         return math.ceil(prompts / target.processes) * rounds

@@ -33,7 +33,7 @@ class EvaluatedPolicy:
 
 
 def policies_to_evaluate(
-    config: EvalConfig, parents: Mapping[str, Parent], series: SnapshotSeries
+    config: EvalConfig, parents: Mapping[str, Parent], series: SnapshotSeries, shares: Sequence[float]
 ) -> list[EvaluatedPolicy]:
     """Return the policies in the order of the report: base, SFT, PPO, those beside them, snapshots, interpolations."""
     ppo = parents["models.ppo"]
@@ -47,7 +47,7 @@ def policies_to_evaluate(
         policies.append(EvaluatedPolicy(name, parents[f"policies.{name}"], modes))
     for step, path in series.snapshots.items():
         policies.append(EvaluatedPolicy(f"ppo_{path.name}", replace(ppo, model=path), step=step))
-    for share in sorted(set(config.eval.interpolate)):
+    for share in shares:
         policies.append(EvaluatedPolicy(f"interpolated_{share:g}", ppo, share=share))
     return policies
 

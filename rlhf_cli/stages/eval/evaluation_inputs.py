@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_cli import config as configs
 from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.eval import SHARES, EvalConfig
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.errors import RLHFError, at_location, shown
@@ -36,6 +36,7 @@ class EvaluationInputs:
     columns: list[dict[str, Any]]  # of each prompt's row, those that judges and `eval.by` read
     functions: dict[str, RewardFn]  # judges that are functions
     series: SnapshotSeries
+    shares: list[float]  # of policies between SFT and PPO
     missing_eos_penalty: float
     people: dict[str, PeopleJudge]
 
@@ -49,7 +50,7 @@ def load_inputs(config: EvalConfig, stage: lifecycle.StageRun) -> EvaluationInpu
     sft = stage.parents["models.sft"]
     ppo = stage.parents["models.ppo"]
     model_loading.check_same_tokenization(config, options, stage.parents)
-    check_interpolation(config, options, stage.parents)
+    shares = shares_between(config, options, stage.parents)
 
     tokenizer = model_loading.load_tokenizer(config, options, sft)
     model_config = load.read_config(sft.model, options.trust_remote_code)
@@ -73,6 +74,7 @@ def load_inputs(config: EvalConfig, stage: lifecycle.StageRun) -> EvaluationInpu
         columns=columns_read(config, functions, prompts),
         functions=functions,
         series=find_snapshots(config, ppo),
+        shares=shares,
         missing_eos_penalty=missing_eos_penalty(settings),
         people=read_people(config, stage.parents, usable),
     )
@@ -124,11 +126,21 @@ def find_snapshots(config: EvalConfig, ppo: Parent) -> SnapshotSeries:
     return SnapshotSeries(last, {step: path for step, path in valid.items() if step != last})
 
 
-def check_interpolation(config: EvalConfig, options: Options, parents: Mapping[str, Parent]) -> None:
-    """Raise RLHFError C17 if `eval.interpolate` is set and the weights of PPO and SFT do not have the same shapes."""
+def shares_between(config: EvalConfig, options: Options, parents: Mapping[str, Parent]) -> list[float]:
+    """Return the shares of the policies between SFT and PPO; by default none if PPO did not start from this SFT model.
+
+    Raises RLHFError C17 for those of `eval.interpolate` if the weights of PPO and SFT do not have the same shapes.
+    """
+    ppo = parents["models.ppo"]
+    sft = parents["models.sft"]
+    if config.eval.interpolate is None:
+        start = ppo.manifest.parents.get("models.sft") if ppo.stage == "ppo" else None
+        return list(SHARES) if start and start.sha256 == sft.sha256 else []
+
     if config.eval.interpolate:
         with at_location(config.where("eval.interpolate")):
-            interpolation.check_interpolation(parents["models.ppo"], parents["models.sft"], options.trust_remote_code)
+            interpolation.check_interpolation(ppo, sft, options.trust_remote_code)
+    return sorted(set(config.eval.interpolate))
 
 
 def warn_of_selection_by_reward(config: EvalConfig) -> None:

@@ -63,7 +63,7 @@ def evaluate_policies(config: EvalConfig, stage: lifecycle.StageRun, inputs: Eva
         judges=load_judges(loaded, policy_text, inputs.functions),
         process_group=stage.process_group,
     )
-    policies = policies_to_evaluate(config, stage.parents, inputs.series)
+    policies = policies_to_evaluate(config, stage.parents, inputs.series, inputs.shares)
     _announce_limit(config, len(inputs.prompts))
 
     num_rounds = sum(len(policy.modes) for policy in policies) + config.eval.draws

@@ -10,7 +10,7 @@ from rlhf_cli.evaluation.limit import build_limit
 from rlhf_cli.evaluation.responses import EvalResponses, largest_changes, sample_rows
 from rlhf_cli.evaluation.summary import build_report
 from rlhf_cli.judges.pairwise import PairwiseJudge
-from rlhf_cli.runs.layout import REPORT
+from rlhf_cli.runs.layout import RECOMMENDED, REPORT
 from rlhf_cli.runs.report import FrontierPoint, Report
 from rlhf_cli.stages.common import lifecycle
 from rlhf_cli.stages.eval.evaluation_inputs import EvaluationInputs, load_inputs
@@ -37,7 +37,10 @@ def _evaluate(config: EvalConfig, stage: lifecycle.StageRun) -> None:
     runs.require_unchanged(stage.parents)
     report = stage.process_group.run_on_main(lambda: _write_report(config, stage, inputs, judges, evaluated))
     contents = report.to_json()
-    stage.complete({"metrics": {name: contents[name] for name in ("win_rate", "models")}})
+    metrics = {name: contents[name] for name in ("win_rate", "models")}
+    if report.recommended:
+        metrics["recommended"] = report.recommended.to_json(include={"policy", "step", "share", "judge", "kl"})
+    stage.complete({"metrics": metrics})
 
 
 def _write_report(
@@ -60,8 +63,17 @@ def _write_report(
     samples.unlink(missing_ok=True)  # of a killed process; a link may lead elsewhere
     jsonl.write_jsonl(samples, sample_rows(responses, inputs.columns, _token_values(inputs.tokenizer, responses)))
     runs.write_json(config.folder / REPORT, report.to_json())
+    if report.recommended:
+        runs.write_json(config.folder / RECOMMENDED, _recommended(config, stage, report))
     track(config, report, responses, inputs.columns)  # last: a tracker's failure must not change the report
     return report
+
+
+def _recommended(config: EvalConfig, stage: lifecycle.StageRun, report: Report) -> dict[str, Any]:
+    """Return recommended.json: the models that make the recommended policy, and what report.json has of it."""
+    models = {name: runs.parent_entry(stage.parents[f"models.{name}"], config.folder) for name in ("sft", "ppo")}
+    made_of = {name: entry.to_json() for name, entry in models.items()}
+    return {"models": made_of, "why": report.recommendation, **report.to_json()["selected"]}
 
 
 def _token_values(tokenizer: Any, responses: Sequence[EvalResponses]) -> dict[int, dict[str, list[Any]]]:

@@ -14,6 +14,7 @@ from typing import Any
 import adapter_folder
 import families
 import pytest
+import report_run
 import torch
 from adapter_folder import logits, widen, write
 from bad_inputs import replace
@@ -43,7 +44,9 @@ def trained(adapters_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A run of adapters, PPO on one base, evaluated with a judge that selects. Not to be changed."""
     folder = shutil.copytree(adapters_run, tmp_path_factory.mktemp("export") / "run")
     (folder / "judges.py").write_text(JUDGE)
-    text = adapter_folder.EVAL.replace("eval: {", "judges: {short: 'judges:short'}\neval: {select: short, ")
+    text = adapter_folder.EVAL.replace(
+        "eval: {", "judges: {short: 'judges:short'}\neval: {interpolate: [], select: short, "
+    )
     (folder / "eval.yaml").write_text(text)
     adapter_folder.run(folder, "ppo", *LORA, *LONG)
     adapter_folder.run(folder, "eval")
@@ -179,7 +182,7 @@ def test_policies_on_one_base_need_neither_the_run_nor_the_base(copied: Path) ->
     selected = json.loads((copied / "eval/report.json").read_text())["selected_step"]
     steps = {int(path.name[-6:]): path for path in (copied / "ppo/snapshots").iterdir()}
     assert selected in steps and min(steps) < 5
-    folders = {"last": copied / "ppo/model", "selected": steps[selected], str(min(steps)): steps[min(steps)]}
+    folders = {"last": copied / "ppo/model", "recommended": steps[selected], str(min(steps)): steps[min(steps)]}
     own = {step: with_adapter(load_causal_lm(copied / "sft/model"), folder) for step, folder in folders.items()}
     for step in folders:
         exported(copied, "--step", step, out=step)
@@ -187,6 +190,36 @@ def test_policies_on_one_base_need_neither_the_run_nor_the_base(copied: Path) ->
     shutil.rmtree(copied)
     for step in folders:
         assert same(logits(plain(Path(step))), own[step]) and len(AutoTokenizer.from_pretrained(step)) > 0
+
+
+def test_a_recommended_policy_between_sft_and_ppo_is_built_by_default(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As --interpolate builds it, by export; by serve after an export."""
+    line = report_run.recommend(monkeypatch, "interpolated_0.5", step=5, share=0.5)
+    assert line.startswith("recommended: share 0.5 of update 5 (planned); ")
+    exported(copied, "--step", "last", "--interpolate", "0.5", out="half")
+    result = must_succeed(rlhf("export", copied, "--out", "default"))
+    assert line in result.stderr and "update 5 at share 0.5 from its SFT model with its adapters" in result.stdout
+    same_bytes = [Path(name, "model.safetensors").read_bytes() for name in ("half", "default")]
+    assert same_bytes[0] == same_bytes[1] and "recommends it: share 0.5 of" in Path("default/README.md").read_text()
+
+    served = must_succeed(rlhf("serve", copied))
+    export = served.stderr.splitlines()[-1].removeprefix("serve    first: ").split()
+    assert export[:2] == ["rlhf", "export"] and export[-2:] == ["--step", "recommended"]
+    must_succeed(rlhf(*export[1:]))
+    assert (Path(export[4]) / "model.safetensors").read_bytes() == same_bytes[0]
+    again = must_succeed(rlhf("serve", copied))
+    assert again.stderr == line and again.stdout == served.stdout and f"vllm serve {export[4]} " in again.stdout
+
+
+def test_the_sft_model_is_taken_if_it_is_recommended_and_ppo_is_not_named(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = report_run.recommend(monkeypatch, "sft")
+    for arguments, stage in (((), "sft"), (("--step", "recommended"), "sft"), (("--stage", "ppo"), "ppo")):
+        result = must_succeed(rlhf("export", copied, "--out", f"{stage}{len(arguments)}{arguments[:1]}", *arguments))
+        assert result.stdout.startswith(f"export   run/{stage} ") and (line in result.stderr) == (stage == "sft")
 
 
 def test_a_bfloat16_run_is_merged_in_float32_and_rounded_once(copied: Path) -> None:
@@ -202,17 +235,17 @@ def test_a_bfloat16_run_is_merged_in_float32_and_rounded_once(copied: Path) -> N
 def test_the_card_has_the_hashes_and_results_of_the_run(copied: Path) -> None:
     report = json.loads((copied / "eval/report.json").read_text())
     step, prompt = report["selected_step"], next(jsonl.read_jsonl(copied / "eval/samples.jsonl"))[1]["prompt"]
-    last = (exported(copied, out="last") / "README.md").read_text()
+    last = (exported(copied, "--step", "last", out="last") / "README.md").read_text()
     selected = (exported(copied, "--step", "selected", "--show-prompt", out="selected") / "README.md").read_text()
     for stage in ("ppo", "sft", "reward"):
         manifest = json.loads((copied / stage / "manifest.json").read_text())
         hashes = [manifest["model_sha256"], *manifest["data"].values()]
         assert all(f"`{sha256[:12]}`" in last for sha256 in hashes) and f"\n| {stage} | " in last
     assert "adapters of rank 3, which are merged" in last and f"after update {step} of 5. The eval" in selected
+    assert (exported(copied, "--show-prompt", out="default") / "README.md").read_text() == selected
     assert "| `objective/kl_k1` |" in last and "| `objective/kl_k1` |" not in selected, "of the last policy"
     assert f"prompt = {prompt!r}" in selected and repr(prompt) not in last
-    point = next(point for point in report["frontier"] if point["step"] == step)
-    for text, rates in ((last, report["win_rate"]["ppo_vs_sft"]), (selected, point["win_rate"])):
+    for text, rates in ((last, report["win_rate"]["ppo_vs_sft"]), (selected, report["selected"]["win_rate"])):
         assert f"| PPO over SFT | short | {rates['short']['value']:.3f} [" in text
         results = ModelCard(text).data.eval_results
         assert [each.metric_value for each in results] == [round(rate["value"], 4) for rate in rates.values()]
@@ -232,7 +265,9 @@ def test_an_evaluation_of_another_model_is_not_used(copied: Path) -> None:
 
 
 def test_the_default_is_ppo_or_sft_if_there_is_no_ppo(copied: Path) -> None:
+    shutil.rmtree(copied / "eval")
     out = rlhf("export", copied, "--out", "one")
+    assert "the last policy, after update 5: no evaluation recommends one of" in out.stderr
     assert out.stdout.startswith("export   run/ppo after update 5 with its adapters merged, "), out.stderr
     (copied / "ppo/manifest.json").unlink()
     assert is_error(rlhf("export", copied, "--out", "out"), "M10", "run/ppo is not finished", "--stage sft")
@@ -254,10 +289,10 @@ def test_models_that_cannot_be_chosen(copied: Path) -> None:
         ((copied / "ppo/model",), "M01", "name the stage's folder: run/ppo"),
     ):
         assert is_error(rlhf("export", *arguments, "--out", "out"), code, *texts)
-    replace("run/eval.yaml", "select: short, ", "")
+    replace("run/eval.yaml", "select: short, ", "frontier: false, ")
     adapter_folder.run(copied, "eval", "--fresh")
     result = rlhf("export", copied, "--step", "selected", "--out", "out")
-    assert is_error(result, "C06", "the evaluation in run/eval selected no policy (eval.select names no judge)")
+    assert is_error(result, "C06", "the evaluation in run/eval recommends no policy")
     shutil.rmtree(copied / "reward")
     result = rlhf("export", copied, "--stage", "reward", "--out", "out")
     assert is_error(result, "M01", "run holds no reward stage", "hint: it holds ppo and sft")
@@ -305,7 +340,7 @@ def test_m12_a_folder_that_is_not_the_runs_model(copied: Path, monkeypatch: pyte
     for name, function, text in patches:
         with monkeypatch.context() as patched:
             patched.setattr(name, function)
-            result = rlhf("export", copied, "--out", "out", "--dtype", "float16")
+            result = rlhf("export", copied, "--out", "out", "--dtype", "float16", "--step", "last")
             assert is_error(result, "M12", text, exit_code=1)
 
 
