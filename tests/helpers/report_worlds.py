@@ -20,7 +20,7 @@ from rlhf_cli.report.rules import RULES, BoundInputs, Rule, limit_of, readings
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.read import Run, Stage
-from rlhf_cli.runs.report import Report
+from rlhf_cli.runs.report import JudgeMean, Report
 
 Rng = np.random.Generator
 SIZES = (32, 64, 256)  # prompts of an evaluation, pairs of a card
@@ -99,7 +99,7 @@ def evaluation(
 
 
 def snapshots(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
-    """Eight equal policies on the same prompts, except that the fourth is better by `gain`."""
+    """Eight equal policies on the same prompts, except that the fourth is better by `gain`; the reward rises."""
     n, steps = int(rng.choice((32, 64, 128))), range(1, 9)
     difficulty = rng.normal(size=n)
     by_step = {step: _answers(difficulty + rng.normal(gain * (step == 4), 1.0, n), 0.1 * step) for step in steps}
@@ -107,6 +107,7 @@ def snapshots(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
     policies = [replace(policy, step=step) for step, policy in by_step.items()]
     points = selection.frontier_points(policies, sft)
     found = selection.select_point(points, by_step, sft, SimpleNamespace(judge="gold", kl_max=None))
+    points = [each.with_changes(judges=each.judges | {"reward": JudgeMean(mean=each.step)}) for each in points]
     report = Report(n=n, models={"sft": points[0]}, frontier=points, selected_step=found.step, selected=found.selected)
     yield from page(run(report=report.to_json()))
     yield from (figure.sentence for figure in figures.frontiers(report))

@@ -90,6 +90,30 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+def past_its_best(*, by_chance: bool = False, reward: float = 2.0) -> dict[str, Any]:
+    """An evaluation whose judge prefers update 10 to the last one, of which the reward model thinks more, or less."""
+    evaluation = report()
+    for point in evaluation["frontier"]:
+        point["judges"]["gold"]["within_noise"] = by_chance or point["step"] == 10
+    evaluation["frontier"][-1]["judges"]["reward"]["mean"] = reward
+    return evaluation
+
+
+def test_a_policy_past_its_best_is_a_finding_of_ppo(run: Path) -> None:
+    """The judge that decides falls beyond chance while the reward rises: otherwise nothing is said."""
+    write_report(run, past_its_best())
+    text = words(run)
+    found = (
+        "over-optimized after update 10: gold falls from 0.8 to 0.6, by more than noise, "
+        "while the reward rises from 1 to 2"
+    )
+    assert f"ppo worth a look {found}" in text and f"No stage is bad. Worth a look first: ppo. O{found[1:]}." in text
+    assert "ppo (worth a look): raise ppo.kl_coef" in todo(run)
+    for other in (past_its_best(by_chance=True), past_its_best(reward=0.5), report()):
+        write_report(run, other)
+        assert "over-optimized" not in words(run)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_headline_names_the_stage_to_fix_first(run: Path, fault: str) -> None:
