@@ -1,7 +1,7 @@
 """Requirements of eval.yaml on the results of an evaluation. Torch-free: `rlhf run` and `rlhf status` check them."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlhf_cli.config.eval import COMPARISON
@@ -42,6 +42,16 @@ def _nothing_selected(report: Report, rule: str, location: str) -> Problem:
     text = f"eval.select selects no policy: {rule}; the lowest KL is {nearest:.4g} nats"
     hint = "raise kl_max, keep more snapshots (output.snapshots in ppo.yaml), or raise ppo.kl_coef"
     return Problem("R06", text, location, hint)
+
+
+def requirement_lines(report: Report, require: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+    """Yield each requirement as text, and whether the report meets it."""
+    contents = report.to_json()
+    for key, condition in require.items():
+        value = at(contents, key)
+        is_known = is_number(value)
+        text = f"{key} is {value:.4g}" if is_known else f"{key} is not a number"
+        yield f"{text}, required {condition.strip()}", is_known and _holds(value, condition)
 
 
 def _holds(value: float, condition: str) -> bool:

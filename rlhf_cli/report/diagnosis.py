@@ -490,8 +490,8 @@ def _best_of_sentence(report: Report, rates: WinRates) -> Iterator[str]:
     largest = report.best_of[-1]
     rate = (largest.ppo_win_rate or {}).get(deciding_judge(rates))
     if rate:
-        baseline = f"SFT's best of {largest.n} by {reward_name(report)}, which needs no training"
-        yield f"PPO's win rate over {baseline}: {rate_text(rate)}."
+        baseline = f"SFT's best of {largest.n} (chosen by {reward_name(report)})"
+        yield f"PPO against {baseline}, judged by {deciding_judge(rates)}: win rate {rate_text(rate)}."
 
 
 def _selection_sentence(report: Report, kl_max: float | None) -> Iterator[str]:

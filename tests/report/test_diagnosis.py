@@ -164,12 +164,11 @@ def test_a_win_by_the_reward_model_only_is_not_good(run: Path) -> None:
     assert f"eval worth a look PPO beats SFT by {proves_little}" in text
     assert "eval (worth a look): add another judge in eval.yaml (judges:)" in text
     assert f"judged by reward, at a KL of 12.30: {proves_little}; add a judge in eval.yaml." in text
-    assert "which needs no training: 0.520 [0.460, 0.580], undecided." in text
-    assert "SFT's best of 4 by the reward model," in text
+    assert "(chosen by the reward model), judged by reward: win rate 0.520 [0.460, 0.580], undecided." in text
     text = words(write_report(run, {**evaluation, "judge_kinds": {"reward": "verifier"}}))
     assert proves_little not in text and "PPO beats SFT by reward" in text
     text = words(write_report(run, {**evaluation, "judge_kinds": {"reward": "function"}}))
-    assert proves_little in text and "SFT's best of 4 by the judge reward," in text
+    assert proves_little in text and "SFT's best of 4 (chosen by the judge reward)" in text
 
 
 def test_watchdog_alarms(run: Path) -> None:
@@ -205,7 +204,7 @@ def test_the_badge_of_sft_depends_on_the_answers_that_end(
     evaluation["models"]["sft"]["eos_fraction"] = ended
     evaluation["greedy"]["models"]["sft"]["eos_fraction"] = greedy
     text = words(write_report(run, evaluation))
-    assert f" sft {grade} " in text and re.search(rf"{100 * ended:.0f} % \[.*?\] of its 256 sampled answers end", text)
+    assert f" sft {grade} " in text and re.search(rf"{100 * ended:.1f} % \[.*?\] of its 256 sampled answers end", text)
     assert ("(healthy: at least 90 %); the others are cut off at 53 tokens" in text) == (grade != "good")
     mark = " (worth a look)" if grade != "bad" else " "
     assert (f"sft{mark}: {advice}" in text) if advice else (f"sft{mark}:" not in text)
