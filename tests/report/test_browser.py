@@ -27,7 +27,10 @@ SHOWN = """
     [...document.querySelectorAll('p:not(:has(input)), td, pre, svg')]
         .filter(e => e.getBoundingClientRect().width).length
 """
-GAINS = "[...document.querySelectorAll('.pair .gain:not(.others)')].map(e => Number(e.textContent.split(' ')[1].replace('\u2212', '-')))"
+GAINS = (
+    "[...document.querySelectorAll('.pair .gain:not(.others)')]"
+    ".map(e => Number(e.textContent.split(' ')[1].replace('\u2212', '-')))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -223,8 +226,11 @@ def test_answers_are_filtered_and_found(opened_page: "Page") -> None:
 
 def test_links_of_the_navigation_land_on_their_heading(known: str, chromium: Any) -> None:
     """At once, and from an address, too: the answers above have another height once they are drawn."""
-    with opened(chromium, f"{known}#reward", "390-light") as page:
+    with opened(chromium, known, "390-light") as page:
+        page.evaluate("location.hash = '#reward'")
+        page.reload()
         page.wait_for_selector("#found:not(:empty)")
+        page.wait_for_timeout(200)
         top = "document.querySelector('#{} h2').getBoundingClientRect().top"
         assert 0 <= page.evaluate(top.format("reward")) < 100
         page.locator("nav").get_by_text("Was training healthy?").click()
