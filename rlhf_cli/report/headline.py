@@ -167,7 +167,7 @@ def _win_rate(report: Report) -> KeyFigure:
     if judge in near_greedy:
         notes.append(f"near-greedy {rated(near_greedy[judge])}")
     of_what = "label" if is_people(report, judge) else "prompt"
-    notes.append(f"of {count(answered, of_what)}; a tie counts half")
+    notes.append(f"of {count(answered, of_what)}")
 
     points: list[tuple[float, float]] = []
     for each in report.frontier or []:
