@@ -66,8 +66,8 @@ def win(judge: str) -> Term:
     return Term(
         "What is a win?",
         f"On a prompt PPO wins if {judge} prefers its answer to SFT's; a tie counts half, so 50 % is no difference. "
-        "At equal length: what the rate would be if both answers had the same length. Near-greedy: the likeliest answer "
-        "of each policy.",
+        "At equal length: what the rate would be if both answers had the same length. Near-greedy: the likeliest "
+        "answer of each policy.",
     )
 
 
