@@ -204,7 +204,8 @@ def test_the_badge_of_sft_depends_on_the_answers_that_end(
     evaluation["models"]["sft"]["eos_fraction"] = ended
     evaluation["greedy"]["models"]["sft"]["eos_fraction"] = greedy
     text = words(write_report(run, evaluation))
-    assert f" sft {grade} " in text and re.search(rf"{100 * ended:.1f} % \[.*?\] of its 256 sampled answers end", text)
+    share = f"{100 * ended:.1f}".removesuffix(".0")
+    assert f" sft {grade} " in text and re.search(rf"{share} % \[.*?\] of its 256 sampled answers end", text)
     assert ("(healthy: at least 90 %); the others are cut off at 53 tokens" in text) == (grade != "good")
     mark = " (worth a look)" if grade != "bad" else " "
     assert (f"sft{mark}: {advice}" in text) if advice else (f"sft{mark}:" not in text)

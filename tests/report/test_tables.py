@@ -144,7 +144,7 @@ def test_the_report_card_has_flags_and_limits(run: Path) -> None:
         "calibration error (ECE) 0.050; confidence 0.74, accuracy 0.75 0.10 within rank correlation",
         "50 of 200 are below 0: the rejected answer scores higher.",
         "over 200 pairs and 128 probed prompts",
-        "mean probability of 74.4 %; the accuracy is 75 %.",  # (90 x 0.53 + 110 x 0.92) / 200
+        "mean probability of 74.5 %; the accuracy is 75 %.",  # (90 x 0.53 + 110 x 0.92) / 200
         "Its limit is 0.1, or more if there are too few pairs.",
         "the limit is 1 - accuracy, 25 % here, and at least 10 %.",
     ):
