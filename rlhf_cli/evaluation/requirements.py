@@ -44,16 +44,6 @@ def _nothing_selected(report: Report, rule: str, location: str) -> Problem:
     return Problem("R06", text, location, hint)
 
 
-def requirement_lines(report: Report, require: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-    """Yield each requirement as text, and whether the report meets it."""
-    contents = report.to_json()
-    for key, condition in require.items():
-        value = at(contents, key)
-        is_known = is_number(value)
-        text = f"{key} is {value:.4g}" if is_known else f"{key} is not a number"
-        yield f"{text}, required {condition.strip()}", is_known and _holds(value, condition)
-
-
 def _holds(value: float, condition: str) -> bool:
     match = COMPARISON.fullmatch(condition.strip())
     assert match, "the config checks the form of a requirement"
@@ -66,3 +56,13 @@ def _known_keys(contents: Mapping[str, Any], key: str) -> str:
         key = key.rpartition(".")[0]
     table = at(contents, key) if key else contents
     return f"{key or REPORT} has the keys {', '.join(table)}"
+
+
+def requirement_lines(report: Report, require: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+    """Yield each requirement as text, and whether the report meets it."""
+    contents = report.to_json()
+    for key, condition in require.items():
+        value = at(contents, key)
+        is_known = is_number(value)
+        text = f"{key} is {value:.4g}" if is_known else f"{key} is not a number"
+        yield f"{text}, required {condition.strip()}", is_known and _holds(value, condition)
