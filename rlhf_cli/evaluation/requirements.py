@@ -1,7 +1,7 @@
 """Requirements of eval.yaml on the results of an evaluation. Torch-free: `rlhf run` and `rlhf status` check them."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlhf_cli.config.eval import COMPARISON
@@ -46,3 +46,13 @@ def _known_keys(contents: Mapping[str, Any], key: str) -> str:
         key = key.rpartition(".")[0]
     table = at(contents, key) if key else contents
     return f"{key or REPORT} has the keys {', '.join(table)}"
+
+
+def requirement_lines(report: Report, require: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+    """Yield each requirement as text, and whether the report meets it."""
+    contents = report.to_json()
+    for key, condition in require.items():
+        value = at(contents, key)
+        is_known = is_number(value)
+        text = f"{key} is {value:.4g}" if is_known else f"{key} is not a number"
+        yield f"{text}, required {condition.strip()}", is_known and _holds(value, condition)

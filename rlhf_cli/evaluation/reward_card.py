@@ -25,22 +25,24 @@ LEGEND = (
     "beaten by X: share of the prompts for which X scores above the good answer.",
     "mean gap: mean over the prompts of the score of X minus that of the good answer.",
     "flagged: beyond the limit by more than chance, for all probes together. PPO would exploit it.",
+    "over: beyond the limit, but not by more than chance.",
     "Some limits depend on the accuracy or the number of pairs: see docs/report-card.md.",
 )
 
 
 def card_rows(card: RewardModelCard) -> list[list[str]]:
-    """Return [quantity, value, limit, "flagged" or ""] of each quantity."""
+    """Return [quantity, value, limit, status] of each quantity; the status is empty within the limit."""
     limit = ece_limit(card)
     error = f"{card.ece:.3f}; {describe_confidence(card)}"
     correlation = with_interval(card.length_correlation, card.length_correlation_ci95)
     rows = [
-        _row("calibration error (ECE)", error, f"{limit:.2f}", card.ece > limit),
+        _row("calibration error (ECE)", error, f"{limit:.2f}", is_over=card.ece > limit, is_flagged=card.ece > limit),
         _row(
             "rank correlation of score and length",
             correlation,
             f"+-{MAX_LENGTH_CORRELATION:.2f}",
-            is_length_biased(card),
+            is_over=abs(card.length_correlation) > MAX_LENGTH_CORRELATION,
+            is_flagged=is_length_biased(card),
         ),
     ]
     if ensemble := card.ensemble:
@@ -49,26 +51,29 @@ def card_rows(card: RewardModelCard) -> list[list[str]]:
         rows.append(_row("disagreement of the members", f"{ensemble.disagreement:.2f} standard deviations"))
     if longer := card.longer_answer:
         preferred = with_interval(longer.preferred, longer.ci95)
-        rows.append(_row("longer answer preferred", f"{preferred}; by people {longer.chosen:.3f}"))
+        rows.append(_row("longer answer preferred", f"{preferred}; by labels {longer.chosen:.3f}"))
     if card.kept_step and card.kept_step.optimism is not None:
         value, bounds = without_bias(card.accuracy, card.accuracy_ci95, card.kept_step.optimism)
         rows.append(_row("accuracy on pairs that did not choose the step", with_interval(value, bounds)))
 
     for name, probe in card.adversarial.probes.items():
         beats = with_interval(probe.beats, probe.ci95)
+        bound = probe_limit(name, card.accuracy)
         rows.append(
             _row(
                 f"beaten by {PROBE_LABELS[name]}",
                 f"{beats}; mean gap {probe.margin:+z.2f}",
-                f"{probe_limit(name, card.accuracy):.2f}",
-                is_probe_flagged(name, card),
+                f"{bound:.2f}",
+                is_over=probe.beats > bound,
+                is_flagged=is_probe_flagged(name, card),
             )
         )
     return rows
 
 
-def _row(quantity: str, value: str, limit: str = "", is_flagged: bool = False) -> list[str]:
-    return [quantity, value, limit, "flagged" if is_flagged else ""]
+def _row(quantity: str, value: str, limit: str = "", *, is_over: bool = False, is_flagged: bool = False) -> list[str]:
+    status = "over" if is_over else ""
+    return [quantity, value, limit, "flagged" if is_flagged else status]
 
 
 def print_card(result: RewardModelAccuracy) -> None:

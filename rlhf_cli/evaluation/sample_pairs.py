@@ -1,7 +1,7 @@
 """Responses of both policies to one prompt, from the rows of samples.jsonl. Torch-free: `rlhf run` prints them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,12 @@ class ResponsePair:
     sft: Sample
     ppo: Sample
     gain: float
+
+    def gain_by(self, judge: str) -> float | None:
+        """Return the gain by any judge; None if it did not score both."""
+        before = self.sft["scores"].get(judge)
+        after = self.ppo["scores"].get(judge)
+        return after - before if is_number(before) and is_number(after) else None
 
     @property
     def change(self) -> tuple[float, float]:
@@ -52,11 +58,10 @@ def response_pairs(samples: Sequence[Sample]) -> list[ResponsePair]:
     pairs = []
     for index in sorted(sft_rows.keys() & ppo_rows.keys()):
         sft = sft_rows[index]
-        ppo = ppo_rows[index]
-        before = sft["scores"].get(judge)
-        after = ppo["scores"].get(judge)
-        if is_number(before) and is_number(after):
-            pairs.append(ResponsePair(index, sft["prompt"], sft, ppo=ppo, gain=after - before))
+        pair = ResponsePair(index, sft["prompt"], sft, ppo=ppo_rows[index], gain=0.0)
+        gain = pair.gain_by(judge) if judge else None
+        if gain is not None:
+            pairs.append(replace(pair, gain=gain))
     return pairs
 
 

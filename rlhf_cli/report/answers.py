@@ -29,6 +29,7 @@ class Answers:
     policies: Sequence[Policy]  # in the order of training: SFT, snapshots, PPO, others
     names: Sequence[str]  # of the policies
     right: int  # place of the policy that is shown beside the first one
+    open: int = 5  # pairs of a group; the others are folded
 
     @property
     def groups(self) -> list[tuple[str, str, Sequence[ResponsePair]]]:
@@ -52,6 +53,10 @@ class Answers:
         """Return how many there are."""
         prompts = {row["index"] for row in self.rows}
         return f"{count(len(prompts), 'prompt')}, {count(len(self.rows), 'answer')}"
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(row.get("tokens") for row in self.rows)
 
     @property
     def columns(self) -> dict[str, list[str]]:

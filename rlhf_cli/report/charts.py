@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from markupsafe import Markup
@@ -15,6 +15,7 @@ from rlhf_cli.report.svg import (
     BAND,
     INK,
     LINE_COLORS,
+    MODEL_COLORS,
     MUTED,
     Draw,
     Mark,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Polygon
 
-CARD = (4.4, 2.3)  # inches; on a phone its letters are as large as those of the page
+CARD = (4.2, 2.3)  # inches; letters of 10 points are as large as a caption of the page, on a phone a little smaller
 MARGIN = 0.15  # above and below the values, as a share of their range
 LOG_MARGIN = 1.3  # the same on a logarithmic scale, as a factor
 Points = Sequence[tuple[float, float]]
@@ -111,7 +112,7 @@ def draw_curves(
     alarms: Sequence[int] = (),
     logarithmic: bool = False,
 ) -> Values:
-    """Draw lines over steps, the healthy range shaded, a dotted line at each alarm."""
+    """Draw lines over steps, what is outside the healthy range shaded, a dotted line at each alarm."""
     from matplotlib.ticker import MaxNLocator
 
     for index, (label, points) in enumerate(lines.items()):
@@ -153,7 +154,7 @@ def _range_with_margin(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _shade(band: Band, steps: list[float], visible_range: tuple[float, float], axis: "Axes") -> None:
-    """Shade the visible part of a healthy range."""
+    """Shade the visible part of what is below and above a healthy range."""
     low, high = visible_range
     bottom = [min(max(value, low), high) for value in band.low]
     top = [min(max(value, low), high) for value in band.high]
@@ -162,7 +163,10 @@ def _shade(band: Band, steps: list[float], visible_range: tuple[float, float], a
         steps = [steps[0] - 0.5, steps[0] + 0.5]
         bottom *= 2
         top *= 2
-    mark(axis.fill_between(steps, bottom, top, color=BAND, linewidth=0), "healthy")
+    if max(bottom) > low:
+        mark(axis.fill_between(steps, low, bottom, color=BAND, linewidth=0), "too-low")
+    if min(top) < high:
+        mark(axis.fill_between(steps, top, high, color=BAND, linewidth=0), "too-high")
 
 
 class WinRateRow(NamedTuple):
@@ -191,9 +195,9 @@ def draw_win_rates(rows: Sequence[WinRateRow], axis: "Axes") -> Values:
         mark(dot, f"win-{row.label}")
 
     labels = [visible(row.label) for row in rows]
-    axis.set_yticks(range(len(rows)), labels, color=INK, fontsize=8)
+    axis.set_yticks(range(len(rows)), labels, color=INK, fontsize=9)
     axis.set(xlim=(-0.02, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="win rate with 95 % interval")
-    axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axis.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     axis.grid(visible=False, axis="y")
 
     marks = []
@@ -211,8 +215,8 @@ def draw_lengths(values: Mapping[str, Sequence[float]], axis: "Axes") -> Values:
     spread = int(max(pooled) - min(pooled))
     bins: list[float] = np.histogram_bin_edges(pooled, bins=min(30, max(5, spread))).tolist()
     marks: list[Mark] = []
-    for index, (label, series) in enumerate(values.items()):
-        color = LINE_COLORS[index]
+    for label, series in values.items():
+        color = MODEL_COLORS[label]
         _, _, filled = axis.hist(series, bins, histtype="stepfilled", alpha=0.35, color=color)
         axis.hist(series, bins, histtype="step", color=color, linewidth=1.4)
         (outline,) = cast("list[Polygon]", filled)
@@ -227,20 +231,29 @@ def draw_lengths(values: Mapping[str, Sequence[float]], axis: "Axes") -> Values:
 
 
 def draw_margins(counts: Sequence[float], edges: Sequence[float], axis: "Axes") -> Values:
-    """Draw the pairs by margin as bars of equal width: below the first edge, between each two, and above the last."""
-    bars = axis.bar(range(len(counts)), counts, color=LINE_COLORS[0], width=0.85)
+    """Draw the pairs by margin as bars whose area is their number; the outer bars are open, and as wide as the next."""
+    widths = _widths(edges)
+    lefts = [edges[0] - widths[0], *edges]
+    heights = [count / width for count, width in zip(counts, widths, strict=True)]
+    bars = axis.bar(lefts, heights, [0.97 * width for width in widths], align="edge", color=LINE_COLORS[0])
     for index, bar in enumerate(bars):
         mark(bar, f"bar-{index}")
-    places = [index + 0.5 for index in range(len(edges))]
-    axis.set_xticks(places, [number(edge) for edge in edges])
-    axis.set(xlabel="margin, chosen - rejected", ylabel="pairs")
+    axis.set_xticks(edges, [number(edge) for edge in edges])
+    axis.set(xlabel="margin, chosen - rejected", ylabel="pairs per 1 of margin")
     axis.grid(visible=False, axis="x")
 
     lows = [None, *edges]
     highs = [*edges, None]
     rows = zip(lows, highs, counts, strict=True)
-    marks = [Mark(index, row[-1], ("margin", *row)) for index, row in enumerate(rows)]
+    middles = [left + width / 2 for left, width in zip(lefts, widths, strict=True)]
+    marks = [Mark(x, height, ("margin", *row)) for x, height, row in zip(middles, heights, rows, strict=True)]
     return Values(("series", "from", "to", "pairs"), marks)
+
+
+def _widths(edges: Sequence[float]) -> list[float]:
+    """Return the width of each bar of a histogram with open ends."""
+    inner = [high - low for low, high in pairwise(edges)] or [1.0]  # without two edges, any
+    return [inner[0], *inner[: len(edges) - 1], inner[-1]]
 
 
 def draw_calibration(bins: Sequence[CalibrationBin], axis: "Axes") -> Values:

@@ -19,13 +19,13 @@ from rlhf_cli.report.formats import interval_text, number, percent, rated
 from rlhf_cli.report.frontier import draw_runs
 from rlhf_cli.report.head_to_head import head_to_head
 from rlhf_cli.report.html import WORDS, render_template
-from rlhf_cli.report.rules import RULES, Series, metrics_of
+from rlhf_cli.report.rules import RULES, Series, end_mean, metrics_of
 from rlhf_cli.report.tables import stage_row, total_seconds
 from rlhf_cli.runs.layout import SEEDS_FOLDER, STAGES
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import PolicyScores, Report, WinRate
 from rlhf_cli.runs.settings import between
-from rlhf_cli.statistics import bonferroni_z, last_quarter, wilson_difference
+from rlhf_cli.statistics import bonferroni_z, wilson_difference
 
 SECTIONS = (
     ("numbers", "Results"),
@@ -87,6 +87,7 @@ class Comparison:
             direct=direct.table if direct else (),
             answers=answered,
             columns_text=columns_text,
+            agreement="",
             stale=False,
             data=packed(answered.contents() | {"figures": tables([*frontiers, *drawn])}),
             frontiers=frontiers,
@@ -246,7 +247,7 @@ def _mean_by(judge: str, scores: PolicyScores | None) -> Result:
 def _final_score(run: Run) -> Result:
     """Return the mean score of PPO's last updates."""
     scores = run.stages["ppo"].series("objective/scores")
-    return Result(_end(scores) if scores else None)
+    return Result(end_mean(scores) if scores else None)
 
 
 # Win rates against one another
@@ -333,7 +334,7 @@ def _frontiers(names: Sequence[str], runs: Sequence[Run]) -> Iterator[Figure]:
 
         if len(shown) > 1:
             draw = partial(draw_runs, judge, shown)
-            yield figure(f"runs-{index}", f"By {judge}", "A ring marks the recommended policy.", draw, size=(4.8, 3.2))
+            yield figure(f"runs-{index}", f"By {judge}", "A ring marks the recommended policy.", draw, size=(4.2, 3.1))
 
 
 def _has_means(judge: str, report: Report) -> bool:
@@ -361,10 +362,5 @@ def _curves(names: Sequence[str], runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def _curve(key: str, title: str, unit: str, lines: Mapping[str, Series]) -> Figure:
-    ends = "; ".join(f"{name} {number(_end(points))}" for name, points in lines.items())
+    ends = "; ".join(f"{name} {number(end_mean(points))}" for name, points in lines.items())
     return curves(f"ppo-{key}", title, f"At the end: {ends}.", lines, unit=unit, key=key)
-
-
-def _end(points: Series) -> float:
-    """Return the mean of the last quarter."""
-    return fmean(last_quarter([value for _, value in points]))

@@ -69,7 +69,7 @@ def diagnose(run: Run) -> "Diagnosis":
         "sft": _sft(run),
         "reward": _reward(run, hacking),
         "dpo": _dpo(run),
-        "ppo": _ppo(log, hacking),
+        "ppo": _ppo(run, log, hacking),
         "eval": _evaluation(run),
     }
     findings = {}
@@ -150,7 +150,7 @@ def _memorized(stage: Stage, training: float, held_out: Sequence[float]) -> Find
 
 def _duration_key(stage: Stage) -> str:
     """Return the key that decides how long a stage trains."""
-    steps = f"{stage.name}.max_steps"
+    steps = "ppo.total_episodes" if stage.name == "ppo" else f"{stage.name}.max_steps"
     return steps if stage.setting(steps) else f"{stage.name}.num_train_epochs"
 
 
@@ -262,11 +262,35 @@ def _recalibrate(stage: Stage, card: RewardModelCard) -> str:
 # PPO and the evaluation
 
 
-def _ppo(log: Sequence[Finding], hacking: RewardHacking | None) -> Iterator[Finding]:
-    """Yield reward hacking that it caused, and the findings on its log."""
+def _ppo(run: Run, log: Sequence[Finding], hacking: RewardHacking | None) -> Iterator[Finding]:
+    """Yield reward hacking that it caused, a last policy worse than an earlier one, and the findings on its log."""
     if hacking and hacking.cause == "ppo":
         yield _finding("over_optimized", judge=hacking.judge)
+    yield from _past_its_best(run)
     yield from log
+
+
+def _past_its_best(run: Run) -> Iterator[Finding]:
+    """Yield if the judge that decides prefers an earlier snapshot by more than chance, and the reward the last one."""
+    snapshots = run.outcome.frontier if run.outcome else None
+    if not snapshots or "reward" not in snapshots[-1].judges:
+        return
+    last = snapshots[-1].judges
+    judge = deciding_judge(last)
+    best = max(snapshots, key=lambda point: point.judges[judge].mean)
+    rose = last["reward"].mean - best.judges["reward"].mean
+
+    if last[judge].within_noise is False and rose > 0:
+        yield _finding(
+            "past_its_best",
+            step=best.step,
+            judge=judge,
+            highest=number(best.judges[judge].mean),
+            last=number(last[judge].mean),
+            reward=number(best.judges["reward"].mean),
+            last_reward=number(last["reward"].mean),
+            duration=_duration_key(run.stages["ppo"]),
+        )
 
 
 def _ppo_log(run: Run, found: Sequence[Reading]) -> Iterator[Finding]:
@@ -466,8 +490,8 @@ def _best_of_sentence(report: Report, rates: WinRates) -> Iterator[str]:
     largest = report.best_of[-1]
     rate = (largest.ppo_win_rate or {}).get(deciding_judge(rates))
     if rate:
-        baseline = f"SFT's best of {largest.n} by {reward_name(report)}, which needs no training"
-        yield f"PPO's win rate over {baseline}: {rate_text(rate)}."
+        baseline = f"SFT's best of {largest.n} (chosen by {reward_name(report)})"
+        yield f"PPO against {baseline}, judged by {deciding_judge(rates)}: win rate {rate_text(rate)}."
 
 
 def _recommended_sentence(report: Report) -> Iterator[str]:

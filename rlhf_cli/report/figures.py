@@ -14,7 +14,7 @@ from rlhf_cli.report.charts import Figure, WinRateRow, curves, figure
 from rlhf_cli.report.diagnosis import Diagnosis, Finding
 from rlhf_cli.report.formats import number, percent
 from rlhf_cli.report.frontier import ON_PAGE, draw_panel
-from rlhf_cli.report.rules import ILL, SEVERITY, Reading, Series, by_cause, with_values
+from rlhf_cli.report.rules import ILL, SEVERITY, Reading, Series, by_cause, end_mean, with_values
 from rlhf_cli.report.svg import sparkline
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import FrontierPoint, PolicyScores, Report, RewardModelCard
@@ -79,14 +79,15 @@ def training(stage: Stage, findings: Sequence[Finding] = ()) -> list[Figure]:
         grades = [finding.grade for finding in findings if finding.key in FINDINGS.get(key, ())]
         verdict = max(grades, key=SEVERITY.index, default="none")
         drawn = replace(drawn, verdict=verdict)
-        found.append(_with_spark(drawn, next(iter(lines.values())), "step", unit))
+        points = next(iter(lines.values()))
+        found.append(_with_spark(drawn, points, points[-1][1], x="step", unit=unit))
     return found
 
 
-def _with_spark(drawn: Figure, points: Series, x: str, unit: str) -> Figure:
-    """Return a figure with what it shows when it is folded: a sparkline, and the first and last value."""
+def _with_spark(drawn: Figure, points: Series, end: float, *, x: str, unit: str) -> Figure:
+    """Return a figure with what it shows when it is folded: a sparkline, the first value and the end."""
     spark = sparkline(drawn.title, ("", x, unit or "value"), points)
-    values = dict.fromkeys(number(value) for _, value in (points[0], points[-1]))  # of a constant: one
+    values = dict.fromkeys(number(value) for value in (points[0][1], end))  # of a constant: one
     return replace(drawn, spark=spark, ends=" to ".join(values))
 
 
@@ -145,7 +146,7 @@ def _metric_figure(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Fig
     advice = with_values(reading.advice, stage.config)
 
     found = replace(found, verdict=reading.verdict, advice=advice, key=reading.key)
-    return _with_spark(found, reading.points, "update", unit)
+    return _with_spark(found, reading.points, end_mean(reading.points), x="update", unit=unit)
 
 
 # Evaluation
@@ -161,7 +162,7 @@ def report_card(card: RewardModelCard) -> list[Figure]:
     counts = card.margin_histogram.counts
     below_zero = sum(counts[: 1 + edges.index(0.0)])  # counts[0] is below the first edge
     margins = (
-        "The margin is the score of the chosen answer minus that of the rejected one. "
+        "The margin is the score of the chosen answer minus that of the rejected one; areas are numbers of pairs. "
         f"{below_zero} of {card.n} are below 0: the rejected answer scores higher."
     )
 
@@ -182,7 +183,7 @@ def frontiers(report: Report) -> list[Figure]:
     for index, judge in enumerate(sorted(judges, key=lambda name: name != deciding_judge(judges))):
         parts = [f"{part[:1].upper()}{part[1:]}." for part in _frontier_sentences(report, judge)]
         draw = partial(draw_panel, judge, report, ON_PAGE, legend=True)
-        found.append(figure(f"frontier-{index}", f"By {judge}", " ".join(parts), draw, size=(4.8, 3.2)))
+        found.append(figure(f"frontier-{index}", f"By {judge}", " ".join(parts), draw, size=(4.2, 3.1)))
 
     return found
 
@@ -196,10 +197,23 @@ def _frontier_sentences(report: Report, judge: str) -> Iterator[str]:
         yield _frontier_course(judge, points)
     else:
         others = report_text.ppo_points(report) + others
+    yield from _cheaper(judge, report)
     if others:
         yield "; ".join(f"{each.name}: {_score_at_kl(each.scores, judge)}" for each in others)
     if judge == "reward" and report.limit and report.limit.missing_eos_penalty:
         yield f"the picture shows the {report_text.limit_score(report)}"
+
+
+def _cheaper(judge: str, report: Report) -> Iterator[str]:
+    """Yield each best of n of SFT with a higher mean, at less KL, than some snapshot of PPO."""
+    for best_of in report.best_of or []:
+        mean = best_of.judges[judge].mean
+        farther = [point for point in report.frontier or [] if point.kl >= best_of.kl_bound]
+        beaten = [point for point in farther if point.judges[judge].mean < mean]
+        if beaten:
+            point = max(beaten, key=lambda each: each.kl)
+            ours = f"{number(mean)} at {number(best_of.kl_bound)} nats or less"
+            yield f"SFT's best of {best_of.n}: {ours}; PPO's update {point.step}: {_score_at_kl(point, judge)}"
 
 
 def _score_at_kl(scores: PolicyScores, judge: str) -> str:
@@ -230,7 +244,7 @@ def wins(report: Report) -> Figure | None:
     about = "; ".join(f"{row.label}: {percent(row.value)}" for row in rows)
     height = 0.7 + 0.25 * len(rows)
 
-    return figure("win-rates", "Win rates", "", partial(charts.draw_win_rates, rows), size=(4.8, height), about=about)
+    return figure("win-rates", "Win rates", "", partial(charts.draw_win_rates, rows), size=(4.2, height), about=about)
 
 
 def lengths(pairs: Sequence[ResponsePair]) -> Figure | None:

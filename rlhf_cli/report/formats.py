@@ -30,12 +30,22 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    """Return a share in percent, as exact as the three decimals of the tables: `89.5 %`, `50 %`."""
+    return f"{_percentage(share)} %"
 
 
 def interval_text(interval: Sequence[float] | None) -> str:
-    """Return an interval of shares in percent: ` [58, 68]`; empty without one."""
-    return f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]" if interval else ""
+    """Return an interval of shares in percent: ` [58, 68.3]`; empty without one."""
+    return f" [{_percentage(interval[0])}, {_percentage(interval[1])}]" if interval else ""
+
+
+def _percentage(share: float) -> str:
+    return f"{100 * share:.1f}".removesuffix(".0")
+
+
+def unbroken(text: object) -> str:
+    """Return a text whose intervals stay on one line: it may wrap before `[0.58, 0.68]`, not in it."""
+    return re.sub(r"\[[^\[\]]*\]", lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), str(text))
 
 
 def count(n: int, word: str) -> str:

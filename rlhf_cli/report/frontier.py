@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlhf_cli.evaluation.report_text import other_policies, ppo_points
 from rlhf_cli.files import write_text
 from rlhf_cli.report.formats import visible
-from rlhf_cli.report.svg import INK, LINE_COLORS, Mark, Values, mark, render
+from rlhf_cli.report.svg import INK, LINE_COLORS, MODEL_COLORS, Mark, Values, mark, render
 from rlhf_cli.runs.report import KLLimit, LimitPoint, PolicyScores, Report, policy_label
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Colors(NamedTuple):
 
 
 ON_PAGE = Colors(
-    ppo=LINE_COLORS[0],
-    best_of_n=LINE_COLORS[1],
+    ppo=MODEL_COLORS["PPO"],
+    best_of_n=MODEL_COLORS["SFT"],
     ring=INK,
     between=LINE_COLORS[2],
     other=LINE_COLORS[3],
@@ -64,7 +64,7 @@ class Panel(NamedTuple):
     @property
     def end(self) -> float:
         """Return the KL at the right end of the panel."""
-        return 1.07 * (max(point.kl for point in chain(*self)) or 1.0)  # room for the last label
+        return 1.15 * (max(point.kl for point in chain(*self)) or 1.0)  # room for the last label
 
 
 # The points of a panel
@@ -82,14 +82,22 @@ def panel_of(judge: str, report: Report) -> Panel:
 
     models = report.models
     start = point(models["sft"], "sft")
+    snapshots = [point(each.scores, "ppo") for each in ppo_points(report)]
     between = [point(each, f"interpolated_{each.share:g}", f"{each.share:g}") for each in report.interpolated or []]
     return Panel(
-        ppo=[start, *(point(each.scores, "ppo") for each in ppo_points(report))],
+        ppo=[start, *_with_steps(snapshots, report.selected_step)],
         best_of_n=[start, *best_of],
         between=[start, *between, point(models["ppo"], "ppo")] if between else [],
         others=[point(models[name], name, name) for name in other_policies(report)],
         limit=[_on_limit(each) for each in limit.points] if limit else [],
     )
+
+
+def _with_steps(snapshots: Sequence[Point], recommended: int | None) -> list[Point]:
+    """Return snapshots, the first, the recommended and the last one with their step as label: more would overlap."""
+    steps = [point.step for point in snapshots]
+    labelled = {steps[0], recommended, steps[-1]} if len(steps) > 1 else set()
+    return [point._replace(label=f"{point.step}") if point.step in labelled else point for point in snapshots]
 
 
 def _by_judge(report: Report, judge: str, scores: PolicyScores, _name: str, label: str = "") -> Point:
@@ -216,13 +224,15 @@ def _draw_points(axis: "Axes", points: Sequence[Point], style: str, *, color: st
 
     for point in points:
         if point.label:
+            is_last = point is points[-1]
             axis.annotate(
                 visible(point.label),
                 (point.kl, point.mean),
-                (4, 4),
+                (9, -3) if is_last else (-4, 9),  # right of all; or left of the interval, and above a ring
                 textcoords="offset points",
+                horizontalalignment="left" if is_last else "right",
                 color=color,
-                fontsize=8,
+                fontsize=9,
             )
 
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from rlhf_cli.evaluation.report_text import is_own_reward, is_people, limit_of_ppo, significance
+from rlhf_cli.evaluation.report_text import is_own_reward, is_people, limit_of_ppo, reward_name, significance
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
+from rlhf_cli.report import terms
 from rlhf_cli.report.diagnosis import Diagnosis, Grade
-from rlhf_cli.report.formats import count, interval_text, number, percent
+from rlhf_cli.report.formats import count, interval_text, number, percent, rated
 from rlhf_cli.report.svg import sparkline
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import LimitPoint, PolicyScores, Report, WinRate, policy_label
@@ -71,7 +72,7 @@ def verdict(run: Run, found: Diagnosis) -> Verdict:
         baseline, rate = beside
         against = significance(rate)
         lead, compared = WORTH[against]
-        sentence += f"; {compared} {baseline}, which needs no training"
+        sentence += f"; {compared} {baseline}, chosen by {reward_name(report)}"
         grade = GRADES["better" if against == "better" else "undecided"]
     if length == LONGER:
         lead = "Better, but perhaps only longer"
@@ -143,6 +144,7 @@ class KeyFigure:
     grade: Grade | None = None
     spark: Markup | None = None
     over: str = ""  # what the sparkline shows
+    term: terms.Term | None = None
 
 
 def key_figures(run: Run) -> list[KeyFigure]:
@@ -161,8 +163,11 @@ def _win_rate(report: Report) -> KeyFigure:
     if rate.length_controlled is not None:
         equal = f"{percent(rate.length_controlled)}{interval_text(rate.length_controlled_ci95)}"
         notes.append(f"at equal length {equal}")
+    near_greedy = report.greedy.ppo_over_sft if report.greedy else {}
+    if judge in near_greedy:
+        notes.append(f"near-greedy {rated(near_greedy[judge])}")
     of_what = "label" if is_people(report, judge) else "prompt"
-    notes.append(f"of {count(answered, of_what)}; a tie counts half")
+    notes.append(f"of {count(answered, of_what)}")
 
     points: list[tuple[float, float]] = []
     for each in report.frontier or []:
@@ -175,6 +180,7 @@ def _win_rate(report: Report) -> KeyFigure:
         grade=GRADES[significance(rate)],
         spark=sparkline("Win rate", ("", "update", "win rate"), [(0, 0.5), *points] if points else []),
         over=_over_snapshots(percent(0.5), points),
+        term=terms.win(judge),
     )
 
 
@@ -184,10 +190,11 @@ def _kl(report: Report) -> KeyFigure:
     if ppo.kl is not None and ppo.kl_ci95:
         low, high = ppo.kl_ci95
         notes.append(f"95 % interval [{number(low)}, {number(high)}]")
-    notes.append(_overhead(limit_of_ppo(report)) or "overhead unknown without eval.limit")
-    if report.best_of:
-        largest = report.best_of[-1]
-        notes.append(f"SFT's best of {largest.n} pays at most {number(largest.kl_bound)}")
+    overhead = _overhead(limit_of_ppo(report))
+    if overhead:
+        notes.append(overhead)
+    judge = deciding_judge(report.ppo_over_sft)
+    notes += _worth(report, judge)
 
     points = [(each.step, each.kl) for each in report.frontier or []]
     return KeyFigure(
@@ -197,7 +204,22 @@ def _kl(report: Report) -> KeyFigure:
         notes=notes,
         spark=sparkline("KL", ("", "update", "KL"), [(0, 0.0), *points] if points else []),
         over=_over_snapshots("0", points),
+        term=None if ppo.kl is None else terms.kl(judge, ppo.kl),
     )
+
+
+def _worth(report: Report, judge: str) -> Iterator[str]:
+    """Yield what PPO must beat to be worth its KL: SFT's best of n, and how far that goes."""
+    beside = _over_best_of(report, judge)
+    if beside is None:
+        return
+    baseline, rate = beside
+    yield f"worth it if better than {baseline}: PPO wins {rated(rate)}"
+
+    largest = (report.best_of or [])[-1]
+    over_sft = (largest.win_rate_vs_sft or {}).get(judge)
+    if over_sft:
+        yield f"best of {largest.n} wins {percent(over_sft.value)} over SFT, at {number(largest.kl_bound)} nats or less"
 
 
 def _length(report: Report) -> KeyFigure:
@@ -211,11 +233,12 @@ def _length(report: Report) -> KeyFigure:
         notes=[f"SFT's have {number(sft.response_length_mean)}", f"{_ends(ppo)} of them end, {_ends(sft)} of SFT's"],
         spark=sparkline("Length", ("", "update", "tokens"), [(0, sft.response_length_mean), *points] if points else []),
         over=_over_snapshots(number(sft.response_length_mean), points),
+        term=terms.ENDS,
     )
 
 
 def _ends(scores: PolicyScores) -> str:
-    return percent(scores.eos_fraction)
+    return f"{scores.eos_fraction:.0%}".replace("%", " %")  # as the table of the policies
 
 
 def _over_snapshots(start: str, points: Points) -> str:

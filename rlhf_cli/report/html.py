@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from rlhf_cli import __version__
 from rlhf_cli.jsonl import is_number
-from rlhf_cli.report.formats import number, percent, visible
+from rlhf_cli.report.formats import number, percent, unbroken, visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -60,5 +60,6 @@ def _environment() -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["unbroken"] = unbroken
     environment.globals.update(number=number, percent=percent, is_number=is_number, words=WORDS)
     return environment

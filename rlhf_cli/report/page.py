@@ -7,14 +7,15 @@ from typing import Any
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES
 from rlhf_cli.evaluation import report_text, sample_pairs
 from rlhf_cli.evaluation.kept_step import describe
+from rlhf_cli.evaluation.requirements import requirement_lines
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_choices import TITLES, choice_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
-from rlhf_cli.report import answers, charts, diagnosis, figures, headline, tables, tokens
+from rlhf_cli.report import answers, charts, diagnosis, figures, headline, tables, terms, tokens
 from rlhf_cli.report.formats import count, interval_text, percent
 from rlhf_cli.report.html import render_template
 from rlhf_cli.runs.read import Run
-from rlhf_cli.runs.report import RewardModelCard
+from rlhf_cli.runs.report import Report, RewardModelCard
 from rlhf_cli.runs.settings import from_defaults
 
 SECTIONS = (
@@ -43,6 +44,7 @@ def of_run(run: Run) -> str:
         stale=bool(run.stages["eval"].outdated),
         report=run.report,
         answers=answered,
+        agreement=_agreement(run, answered.judge),
         columns_text=sample_pairs.columns_text,
         data=answers.packed(answered.contents() | {"figures": charts.tables(_figures(sections))}),
         **sections,
@@ -54,13 +56,29 @@ def _head(run: Run, found: diagnosis.Diagnosis) -> dict[str, Any]:
     """Return the values of the first section."""
     return {
         "verdict": headline.verdict(run, found),
+        "judges": list(terms.judges(run, run.answers)),
         "key_figures": headline.key_figures(run),
+        "required": _required(run),
         "warnings": _warnings(run, found.badges),
         "conclusion": found.conclusion(),
         "recommendation": headline.recommendation(run),
         "todo": [badge for badge in found.by_priority() if badge.advice],
         "sentences": list(diagnosis.sentences(run)),
     }
+
+
+def _required(run: Run) -> list[tuple[str, bool]]:
+    """Return each requirement of eval.yaml, and whether it is met."""
+    require = run.stages["eval"].setting("eval.require")
+    return list(requirement_lines(run.outcome, require)) if run.outcome and require else []
+
+
+def _agreement(run: Run, judge: str | None) -> str:
+    """Return on how many prompts a judge and the reward prefer the same answer, as text; empty if it is not known."""
+    rate = run.rates.get(judge) if judge else None
+    if rate is None or rate.agrees_with_reward is None:
+        return ""
+    return f"{percent(rate.agrees_with_reward)}{interval_text(rate.agrees_with_reward_ci95)}"
 
 
 def _figures(sections: Mapping[str, Any]) -> Iterator[charts.Figure]:
@@ -90,6 +108,7 @@ def _what_ran(run: Run) -> dict[str, Any]:
     """Return the values of the section What ran."""
     stages = list(run.stages.values())
     ppo = run.stages["ppo"]
+    versions = tables.versions(stages)
 
     return {
         "stages": [tables.stage_row(stage) for stage in stages],
@@ -101,7 +120,8 @@ def _what_ran(run: Run) -> dict[str, Any]:
         ],
         "data_rows": tables.data_rows(stages),
         "models": tables.model_rows(run),
-        "versions": tables.versions(stages),
+        "versions": versions,
+        "install": tables.install_command(versions),
         "folder": run.folder.name,
         "commands": tables.commands(run),
         "hashes": tables.hashes(run),
@@ -191,9 +211,20 @@ def _far(run: Run, answered: answers.Answers) -> dict[str, Any]:
         "limit_lines": list(report_text.limit_lines(report)),
         "wins": wins,
         "win_rates": report_text.win_rate_table(report),
+        "uncontrolled": list(_uncontrolled(report)),
         "pairwise": list(report_text.pairwise_sentences(report)),
         "lengths": lengths,
         "policies": report_text.policies_table(report),
         "groups": report_text.groups_table(report.by) if report.by else (),
         "groups_title": report_text.groups_title(report.by) if report.by else "",
     }
+
+
+def _uncontrolled(report: Report) -> Iterator[str]:
+    """Yield why comparisons have no length-controlled rate."""
+    reasons: dict[str, dict[str, None]] = {}  # comparisons, each once
+    for each in report_text.win_rate_rows(report):
+        if each.rate.no_length_controlled:
+            reasons.setdefault(each.rate.no_length_controlled, {})[each.pair] = None
+    for reason, pairs in reasons.items():
+        yield f"No length-controlled rate of {'; '.join(pairs)}: {reason}"

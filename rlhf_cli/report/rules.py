@@ -137,6 +137,7 @@ IF_NEAR = (
     "raise ppo.learning_rate, or lower ppo.kl_coef; or train for more updates; or check the reward model: its scores "
     "may not distinguish these answers"
 )
+FROM_TO = "from the first tenth's mean to the last quarter's"  # of statistics.gained
 IF_FAR = "raise ppo.gradient_accumulation_steps; more episodes per update reduce the noise"
 
 
@@ -267,9 +268,9 @@ def _judge_trend(rule: Rule, points: Series, ppo: Stage) -> Judgement:
         return Judgement("none", "Too few updates for a trend.")
     gain, chance = gained(values)
     if gain > chance:
-        return Judgement("good", f"It rises by {number(gain)}, more than noise.")
+        return Judgement("good", f"It rises by {number(gain)} {FROM_TO}, more than noise.")
     if gain < -chance:
-        return Judgement("bad", f"It falls by {number(-gain)}, more than noise.", rule.if_low)
+        return Judgement("bad", f"It falls by {number(-gain)} {FROM_TO}, more than noise.", rule.if_low)
 
     return _judge_flat([value for _, value in ppo.series("objective/kl_k1")])
 
@@ -299,6 +300,8 @@ def _judge_range(rule: Rule, points: Series, band: Band, ppo: Stage) -> Judgemen
     values = [value for _, value in points]
     limit = limit_of(rule, ppo.config)
     words = rule.words.format(limit=limit)
+    if rule.high == "limit_times_length":
+        words += f", at the end up to {number(fmean(last_quarter(band.high)))} {rule.unit}"
     num_outside = sum(not low <= value <= high for value, low, high in zip(values, *band, strict=True))
     alarms = [step for step, value in points if not rule.alarm_low <= value <= rule.alarm_high]
     if not num_outside and not alarms:
@@ -330,6 +333,11 @@ def _slopes(rule: Rule, first: float, limit: float) -> list[float]:
     before = rule.bounds(BoundInputs(first, limit))
     after = rule.bounds(BoundInputs(first + 1, limit))
     return [later - now if math.isfinite(now) else 0.0 for now, later in zip(before, after, strict=True)]
+
+
+def end_mean(points: Series) -> float:
+    """Return the mean of the last quarter of a metric: its end."""
+    return fmean(last_quarter([value for _, value in points]))
 
 
 def course(points: Series) -> str:

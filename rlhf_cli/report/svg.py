@@ -23,6 +23,7 @@ MUTED = "#010204"
 GRID = "#010205"
 BAND = "#010206"
 LINE_COLORS = ("#010211", "#010212", "#010213", "#010214", "#010215", "#010216")
+MODEL_COLORS = {"PPO": LINE_COLORS[0], "SFT": LINE_COLORS[1]}  # in every figure, and in the answers
 ALARM = "#010221"
 VARIABLES = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)", BAND: "var(--band)", ALARM: "var(--bad)"}
 VARIABLES |= {color: f"var(--line-{index})" for index, color in enumerate(LINE_COLORS, start=1)}

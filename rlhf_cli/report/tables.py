@@ -1,7 +1,7 @@
 """What ran, for the page: the facts of its head, and tables of stages, data, models, versions and hashes."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +14,7 @@ from rlhf_cli.files import files_sha256, select_files
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.report.formats import count
 from rlhf_cli.runs.layout import MANIFEST
+from rlhf_cli.runs.manifest import ParentEntry
 from rlhf_cli.runs.parents import FOREIGN
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.system import format_bytes
@@ -33,10 +34,11 @@ ABSENT = "not run yet"
 
 
 class Fact(NamedTuple):
-    """A line of the page's head."""
+    """A line of the page's head; a `detail` is folded."""
 
     name: str
     text: str
+    is_detail: bool = False
 
 
 def facts(run: Run, data: Sequence[Sequence[str]]) -> list[Fact]:
@@ -47,18 +49,20 @@ def facts(run: Run, data: Sequence[Sequence[str]]) -> list[Fact]:
         Fact("Date", _date(stages)),
         Fact("Training", duration(seconds) if seconds else ""),
         Fact("Machine", " and ".join(dict.fromkeys(filter(None, map(_device, stages))))),
-        Fact("Models", _models(run)),
-        Fact("Data", _rows(data)),
+        Fact("Models", _models(run), is_detail=True),
+        Fact("Data", _rows(data, run), is_detail=True),
     ]
     return [fact for fact in found if fact.text]
 
 
-def _rows(data: Sequence[Sequence[str]]) -> str:
-    """Return how many rows each stage read: `sft train 600, sft eval 60 rows`."""
+def _rows(data: Sequence[Sequence[str]], run: Run) -> str:
+    """Return how many rows each stage read: `sft train 600, eval prompts 256 of 516 rows`."""
     parts = []
+    used = f"{run.report.n:,}" if run.report else ""
     for stage, key, _, rows, _ in data:
         if key.startswith("data.") and rows[:1].isdigit():
-            parts.append(f"{stage} {key.removeprefix('data.')} {rows}")
+            read = f"{used} of {rows}" if stage == "eval" and used not in ("", rows) else rows
+            parts.append(f"{stage} {key.removeprefix('data.')} {read}")
     return f"{', '.join(parts)} rows" if parts else ""
 
 
@@ -173,9 +177,8 @@ def model_rows(run: Run) -> list[list[str]]:
     for stage in run.stages.values():
         manifest = stage.manifest
         for key, entry in manifest.parents.items():
-            origin = "external" if entry.stage == FOREIGN else f"{entry.stage} stage"
             path = f"{entry.path} at {entry.revision}" if entry.revision else entry.path
-            rows.append([stage.name, key, origin, path, entry.sha256])
+            rows.append([stage.name, key, _origin(entry), path, entry.sha256])
         if manifest.model_sha256:
             output = "output"
             if manifest.model_is:
@@ -186,6 +189,14 @@ def model_rows(run: Run) -> list[list[str]]:
     return rows
 
 
+def _origin(entry: ParentEntry) -> str:
+    """Return which stage made a model, and whether in this run."""
+    if entry.stage == FOREIGN:
+        return "external"
+    run = "this run" if entry.path == f"../{entry.stage}" else "another run"
+    return f"{entry.stage} stage of {run}"
+
+
 def versions(stages: Iterable[Stage]) -> dict[str, str]:
     """Return {package: version}, with all versions if the stages differ."""
     by_name: dict[str, dict[str, None]] = defaultdict(dict)  # each version once, in order
@@ -193,6 +204,15 @@ def versions(stages: Iterable[Stage]) -> dict[str, str]:
         for name, version in stage.manifest.versions.items():
             by_name[name][version] = None
     return {name: " and ".join(each) for name, each in by_name.items()}
+
+
+def install_command(versions: Mapping[str, str]) -> str:
+    """Return the command that installs the packages of a run; empty if its stages used different versions."""
+    packages = {name: version for name, version in versions.items() if name not in ("rlhf", "python")}
+    if not packages or any(" and " in version for version in packages.values()):
+        return ""
+    pinned = [f"{name}=={version.partition('+')[0]}" for name, version in packages.items()]  # without +cpu
+    return f"pip install {' '.join(pinned)}"
 
 
 class Phase(NamedTuple):

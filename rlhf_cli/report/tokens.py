@@ -7,10 +7,13 @@ from rlhf_cli.jsonl import is_number
 from rlhf_cli.report.formats import number
 
 TOKEN_VALUES = {
-    "reward": "the token's reward: minus the KL penalty, plus the score at the last token",
-    "kl": "log-probability of the policy minus that of the SFT policy, in nats",
-    "value": "expected return from here on, by the value model",
-    "advantage": "return above the expectation: PPO makes tokens above 0 likelier, those below 0 less likely",
+    "reward": ("reward", "the token's reward: minus the KL penalty, plus the score at the last token"),
+    "kl": ("log-ratio", "log-probability by the policy minus that by SFT, in nats; their sum estimates the KL"),
+    "value": ("value", "expected return from here on, by the value model"),
+    "advantage": (
+        "advantage",
+        "return above the expectation: PPO makes tokens above 0 likelier, those below 0 less likely",
+    ),
 }
 
 
@@ -46,8 +49,8 @@ def _strips(tokens: Any) -> Iterator[Strip]:
     if not isinstance(texts, list) or not texts:
         return
 
-    for name, about in TOKEN_VALUES.items():
-        values = tokens.get(name)
+    for key, (name, about) in TOKEN_VALUES.items():
+        values = tokens.get(key)
         if isinstance(values, list) and len(values) == len(texts) and all(map(is_number, values)):
             yield _strip(name, about, texts, values)
 

@@ -174,6 +174,11 @@ class SampledResults(StrictModel):
     models: dict[str, PolicyScores] = Field(default_factory=dict)
     win_rate: dict[str, WinRates] = Field(default_factory=dict)  # by pair, such as ppo_vs_sft
 
+    @property
+    def ppo_over_sft(self) -> WinRates:
+        """Return PPO's win rates over SFT by judge; empty without a comparison."""
+        return self.win_rate.get(PPO_OVER_SFT, {})
+
 
 class PromptGroup(StrictModel):
     """Results for the prompts with one value of the column `eval.by`."""

@@ -172,7 +172,7 @@ def test_the_table_is_printed_once_per_card(capsys: pytest.CaptureFixture[str]) 
         ["report card: 500 pairs, 128 probed", "value [95 % interval]", "limit"],
         ["calibration error (ECE)", "0.060; confidence 0.74, accuracy 0.80", "0.10"],
         ["rank correlation of score and length", "0.150 [0.090, 0.210]", "+-0.30"],
-        ["longer answer preferred", "0.600 [0.550, 0.640]; by people 0.580"],
+        ["longer answer preferred", "0.600 [0.550, 0.640]; by labels 0.580"],
         ["beaten by an empty answer", "0.050 [0.000, 0.100]; mean gap +0.10", "0.20"],
         ["beaten by politeness without content", "0.900 [0.850, 0.950]; mean gap +0.10", "0.20", "flagged"],
         ["margin, chosen - rejected", *margins],
@@ -180,7 +180,7 @@ def test_the_table_is_printed_once_per_card(capsys: pytest.CaptureFixture[str]) 
     ):
         assert row in table, row
     assert sum("flagged" in row for row in table) == 1
-    assert [line.partition(":")[0] for line in lines[-4:-1]] == ["beaten by X", "mean gap", "flagged"]
+    assert [line.partition(":")[0] for line in lines[-5:-1]] == ["beaten by X", "mean gap", "flagged", "over"]
     show()
     show(beats={"politeness": 0.9})
     output = capsys.readouterr().out

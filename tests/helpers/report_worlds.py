@@ -19,7 +19,7 @@ from rlhf_cli.report.rules import RULES, BoundInputs, Rule, limit_of, readings
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.read import Run, Stage
-from rlhf_cli.runs.report import Report
+from rlhf_cli.runs.report import JudgeMean, Report
 
 Rng = np.random.Generator
 SIZES = (32, 64, 256)  # prompts of an evaluation, pairs of a card
@@ -98,7 +98,7 @@ def evaluation(
 
 
 def snapshots(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
-    """Eight equal policies on the same prompts, except that the fourth is better by `gain`."""
+    """Eight equal policies on the same prompts, except that the fourth is better by `gain`; the reward rises."""
     n, steps = int(rng.choice((32, 64, 128))), range(1, 9)
     difficulty = rng.normal(size=n)
     sft = _answers(difficulty + rng.normal(size=n), 0.0)
@@ -109,6 +109,7 @@ def snapshots(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
     points = selection.frontier_points(policies, sft)
     found = selection.recommend(policies, sft, selection.Rule("gold", None))
     assert found
+    points = [each.with_changes(judges=each.judges | {"reward": JudgeMean(mean=each.step)}) for each in points]
     report = Report(n=n, models={"sft": points[0]}, frontier=points, selected_step=found.step, selected=found)
     yield from page(run(report=report.to_json()))
     yield from (figure.sentence for figure in figures.frontiers(report))

@@ -33,7 +33,7 @@ def height(root: ElementTree.Element, name: str) -> float:
     return max(ys) - min(ys)
 
 
-def test_a_curve_goes_through_its_points_and_the_visible_part_of_its_range_is_shaded() -> None:
+def test_a_curve_goes_through_its_points_and_what_is_outside_its_range_is_shaded() -> None:
     root = drawn(charts.draw_curves, {"one": [(1, 0.0), (2, 4.0), (3, 2.0)], "two": [(1, 1.0), (3, 1.0)]})
     (x1, y1), (x2, y2), (x3, y3) = corners(group(root, "one"))
     assert x3 - x2 == pytest.approx(x2 - x1) and x2 > x1
@@ -41,11 +41,12 @@ def test_a_curve_goes_through_its_points_and_the_visible_part_of_its_range_is_sh
     assert len(corners(group(root, "two"))) == 2
     assert {"one", "two", "update"} <= {text.text for text in root.iter("text")}
     root = drawn(charts.draw_curves, {"a": [(1, 0.0), (2, 10.0)]}, band=Band([2.0, 2.0], [100.0, 100.0]))
-    line, shade = corners(group(root, "a")), corners(group(root, "healthy"))
+    line, shade = corners(group(root, "a")), corners(group(root, "too-low"))
     zero, ten = line[0][1], line[1][1]
     bottom, top = max(y for _, y in shade), min(y for _, y in shade)
-    assert (zero - bottom) / (zero - ten) == pytest.approx(0.2, abs=1e-4)
-    assert (zero - top) / (zero - ten) == pytest.approx(1.15, abs=1e-4), "to the edge of the panel"
+    assert (zero - top) / (zero - ten) == pytest.approx(0.2, abs=1e-4)
+    assert (zero - bottom) / (zero - ten) == pytest.approx(-0.15, abs=1e-4), "to the edge of the panel"
+    assert "too-high" not in ElementTree.tostring(root, "unicode"), "100 is not in the panel"
 
 
 def test_win_rates_are_at_their_values() -> None:
@@ -63,5 +64,7 @@ def test_win_rates_are_at_their_values() -> None:
 def test_bars_and_histograms_have_the_heights_of_their_counts() -> None:
     root = drawn(charts.draw_margins, [1, 3], [0.0])
     assert height(root, "bar-1") / height(root, "bar-0") == pytest.approx(3, abs=1e-3)
+    root = drawn(charts.draw_margins, [0, 6, 3, 0], [-2.0, 0.0, 1.0])
+    assert height(root, "bar-1") == pytest.approx(height(root, "bar-2"), abs=1e-3), "areas are the numbers"
     root = drawn(charts.draw_lengths, {"SFT": [1, 1, 1, 9], "PPO": [9, 9, 9, 9]})
     assert height(root, "PPO") / height(root, "SFT") == pytest.approx(4 / 3, abs=1e-3)

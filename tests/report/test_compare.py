@@ -23,7 +23,7 @@ def test_results_have_mean_and_spread(tmp_path: Path) -> None:
     change(folders[2] / "eval/manifest.json", parents={})  # else it is out of date: its SFT is not finished
     rows = {title: cells for title, *cells in compare.results([read_run(folder) for folder in folders])}
     rates = ["60 % [54, 66]", "70 % [64, 76]", "90 % [84, 96]"]
-    assert rows["PPO over SFT, gold"] == [*rates, "73 %", "15 %", 3]  # sqrt((0.1333^2 + 0.0333^2 + 0.1667^2) / 2)
+    assert rows["PPO over SFT, gold"] == [*rates, "73.3 %", "15.3 %", 3]  # sqrt((0.1333^2 + 0.0333^2 + 0.1667^2) / 2)
     assert rows["SFT, held-out loss"] == ["2", "5", "-", "3.5", "2.12", 2]
     assert compare.result_row("", [Result(2.0), Result()]) == ["", "2", "-", "2", "-", 1]
     assert rows["reward model, accuracy"][0] == "75 % [69, 80]" and rows["SFT, answers that end"][0] == "97 %"

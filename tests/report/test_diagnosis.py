@@ -90,6 +90,30 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+def past_its_best(*, by_chance: bool = False, reward: float = 2.0) -> dict[str, Any]:
+    """An evaluation whose judge prefers update 10 to the last one, of which the reward model thinks more, or less."""
+    evaluation = report()
+    for point in evaluation["frontier"]:
+        point["judges"]["gold"]["within_noise"] = by_chance or point["step"] == 10
+    evaluation["frontier"][-1]["judges"]["reward"]["mean"] = reward
+    return evaluation
+
+
+def test_a_policy_past_its_best_is_a_finding_of_ppo(run: Path) -> None:
+    """The judge that decides falls beyond chance while the reward rises: otherwise nothing is said."""
+    write_report(run, past_its_best())
+    text = words(run)
+    found = (
+        "over-optimized after update 10: gold falls from 0.8 to 0.6, by more than noise, "
+        "while the reward rises from 1 to 2"
+    )
+    assert f"ppo worth a look {found}" in text and f"No stage is bad. Worth a look first: ppo. O{found[1:]}." in text
+    assert "ppo (worth a look): raise ppo.kl_coef" in todo(run)
+    for other in (past_its_best(by_chance=True), past_its_best(reward=0.5), report()):
+        write_report(run, other)
+        assert "over-optimized" not in words(run)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_headline_names_the_stage_to_fix_first(run: Path, fault: str) -> None:
@@ -140,12 +164,11 @@ def test_a_win_by_the_reward_model_only_is_not_good(run: Path) -> None:
     assert f"eval worth a look PPO beats SFT by {proves_little}" in text
     assert "eval (worth a look): add another judge in eval.yaml (judges:)" in text
     assert f"judged by reward, at a KL of 12.30: {proves_little}; add a judge in eval.yaml." in text
-    assert "which needs no training: 0.520 [0.460, 0.580], undecided." in text
-    assert "SFT's best of 4 by the reward model," in text
+    assert "(chosen by the reward model), judged by reward: win rate 0.520 [0.460, 0.580], undecided." in text
     text = words(write_report(run, {**evaluation, "judge_kinds": {"reward": "verifier"}}))
     assert proves_little not in text and "PPO beats SFT by reward" in text
     text = words(write_report(run, {**evaluation, "judge_kinds": {"reward": "function"}}))
-    assert proves_little in text and "SFT's best of 4 by the judge reward," in text
+    assert proves_little in text and "SFT's best of 4 (chosen by the judge reward)" in text
 
 
 def test_watchdog_alarms(run: Path) -> None:
@@ -181,7 +204,8 @@ def test_the_badge_of_sft_depends_on_the_answers_that_end(
     evaluation["models"]["sft"]["eos_fraction"] = ended
     evaluation["greedy"]["models"]["sft"]["eos_fraction"] = greedy
     text = words(write_report(run, evaluation))
-    assert f" sft {grade} " in text and re.search(rf"{100 * ended:.0f} % \[.*?\] of its 256 sampled answers end", text)
+    share = f"{100 * ended:.1f}".removesuffix(".0")
+    assert f" sft {grade} " in text and re.search(rf"{share} % \[.*?\] of its 256 sampled answers end", text)
     assert ("(healthy: at least 90 %); the others are cut off at 53 tokens" in text) == (grade != "good")
     mark = " (worth a look)" if grade != "bad" else " "
     assert (f"sft{mark}: {advice}" in text) if advice else (f"sft{mark}:" not in text)

@@ -68,7 +68,7 @@ def test_the_page_has_all_runs_in_one_figure_and_their_answers(tmp_path: Path) -
     runs = [read_run(write(tmp_path / name, shifted(12, gain))) for name, gain in (("a", 0.0), ("b", 2.0))]
     html = compare.of_runs(runs).page()
     text = text_of(html)
-    assert "a over b gold 12 8 % [" in text and "Largest gains of b" in text and "12 prompts, 24 answers" in text
+    assert "a over b gold 12 8.3 % [" in text and "Largest gains of b" in text and "12 prompts, 24 answers" in text
     figure = html[html.index('data-figure="runs-0"') :]
     assert "<title>a: update 10, KL 4.25, score 0.8, from 0.7, to 0.9</title>" in figure
     evaluation = report()

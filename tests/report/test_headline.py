@@ -1,14 +1,20 @@
-"""The first screen: the verdict follows the intervals, and the figures are those of the evaluation or of the log."""
+"""The first screen: the verdict follows the intervals, and the figures are those of the evaluation or of the log.
+
+Modules: `report/terms.py`.
+"""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from report_run import report, win, with_limit, words, write_report, write_run
 
-from rlhf_cli.report import diagnosis, headline
+from rlhf_cli.report import diagnosis, headline, terms
 from rlhf_cli.runs.read import at_step, read_run
+
+MINUS = "\N{MINUS SIGN}"
 
 
 @pytest.fixture
@@ -30,7 +36,7 @@ def against_best_of(rate: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("rate", "lead", "words"),
     [
-        (0.6, "Better, and worth its KL", "it is better than SFT's best of 4, which needs no training."),
+        (0.6, "Better, and worth its KL", "it is better than SFT's best of 4, chosen by the reward model."),
         (0.5, "Better, but not clearly worth its KL", "it is not distinguishable from SFT's best of 4"),
         (0.4, "Better, but not worth its KL", "it is worse than SFT's best of 4"),
     ],
@@ -62,7 +68,7 @@ def test_the_verdict_follows_the_intervals(run: Path) -> None:
 
 def test_the_overhead_is_told_where_it_is_known(run: Path) -> None:
     evaluation = with_limit(report())
-    assert "overhead unknown without eval.limit" in words(run)
+    assert "overhead" not in " ".join(headline.key_figures(read_run(run))[1].notes), "it is not known"
     for known, text in (
         ({"overhead": 2.5}, "at a KL of 12.3 nats, 2.5 times what its reward needs"),
         ({"overhead_at_least": 3.0, "needed_kl_at_most": 4.0}, "at least 3 times what its reward needs"),
@@ -100,9 +106,41 @@ def test_the_large_figures(run: Path) -> None:
     win_rate, kl, length = headline.key_figures(read_run(run))
     assert (win_rate.value, kl.value, kl.unit, length.value, length.unit) == ("63 %", "12.3", "nats", "21.5", "tokens")
     assert win_rate.notes[:2] == ["95 % interval [57, 69]", "at equal length 61 % [55, 67]"]
-    assert kl.notes[-1] == "SFT's best of 4 pays at most 0.64" and length.notes[-1] == "97 % of them end, 97 % of SFT's"
+    assert win_rate.notes[2] == "near-greedy 70 % [64, 76]"
+    assert kl.notes[-2:] == [
+        "worth it if better than SFT's best of 4: PPO wins 63 % [57, 69]",
+        "best of 4 wins 63 % over SFT, at 0.64 nats or less",
+    ]
+    assert kl.term and "e^12.3 = 219,696 times likelier" in kl.term.answer
+    assert length.notes[-1] == "97 % of them end, 97 % of SFT's"
     assert kl.spark and kl.over == "3 snapshots, from SFT's 0"
     assert all(f"update {step}, KL {kl}" in kl_text for step, kl, kl_text in [(5, 1.5, kl.spark), (20, 9.75, kl.spark)])
     shutil.rmtree(run / "eval")
     score, kl, _ = headline.key_figures(read_run(run))
     assert score.title == "Reward score in training" and score.value == "1.7" and (kl.value, kl.unit) == ("3.4", "nats")
+
+
+def test_each_judge_is_explained_at_its_first_use(run: Path) -> None:
+    """Its kind, its name, and the range of its scores; the one that decides comes first."""
+    evaluation = report() | {"judge_kinds": {"gold": "function"}}
+    config = yaml.safe_load((run / "eval/config.yaml").read_text())
+    (run / "eval/config.yaml").write_text(yaml.safe_dump(config | {"judges": {"gold": "my.module:gold"}}))
+    text = words(write_report(run, evaluation))
+    assert (
+        f"Judge gold : it decides; a function, my.module:gold; scores here: {MINUS}4 to 11. "
+        f"Judge reward : a reward model, on which PPO was trained; scores here: {MINUS}2 to 5.5."
+    ) in text
+    own = report() | {"judge_kinds": {"reward": "verifier"}}
+    own["win_rate"]["ppo_vs_sft"] = {"reward": win(0.9)}
+    read = read_run(write_report(run, own))
+    assert list(terms.judges(read, [])) == [("reward", "a function that knows the right answers")]
+
+
+def test_requirements_are_met_or_not(run: Path) -> None:
+    config = yaml.safe_load((run / "eval/config.yaml").read_text())
+    require = {"models.ppo.kl": "<= 20", "win_rate.ppo_vs_sft.gold.value": ">= 0.75", "gone": "> 1"}
+    (run / "eval/config.yaml").write_text(yaml.safe_dump(config | {"eval": {"require": require}}))
+    text = words(run)
+    assert "1 of 3 requirements of eval.yaml met" in text and "models.ppo.kl is 12.3, required <= 20: met" in text
+    assert "win_rate.ppo_vs_sft.gold.value is 0.63, required >= 0.75: not met" in text
+    assert "gone is not a number, required > 1: not met" in text

@@ -33,7 +33,7 @@ def test_a_comparison_has_the_mean_and_spread(here: Path) -> None:
         write_run(here / name, evaluation=report(gold=gold))
     text = rlhf("report", "a", "b", "--markdown").stdout
     assert text.startswith("### 2 runs\n\n- **a**: ") and "By gold b (70 %" in text
-    assert "| PPO over SFT, gold | 60 % \\[54, 66\\] | 70 % \\[64, 76\\] | 65 % | 7 % | 2 |" in text
+    assert "| PPO over SFT, gold | 60 % \\[54, 66\\] | 70 % \\[64, 76\\] | 65 % | 7.1 % | 2 |" in text
     assert is_one_error(
         rlhf("report", "a", "--markdown", "--json"), "C11", "--json and --markdown contradict each other"
     )

@@ -94,9 +94,10 @@ def test_the_kl_range_is_the_watchdog_limit_times_the_length() -> None:
     kl = [0.0, 9.9, 10.1] + [19.9] * 9
     reading = read_one("objective/kl_k1", kl, **lengths)
     assert reading.band == ([0.0] * 12, [5.0, 10.0, 10.0] + [20.0] * 9)
-    assert "(0 to 0.5 nats per token) in 1 of 12 updates, inside it at the end." in reading.sentence
+    limit = "(0 to 0.5 nats per token, at the end up to 20 nats per response)"
+    assert f"{limit} in 1 of 12 updates, inside it at the end." in reading.sentence
     tight = read_one("objective/kl_k1", kl, {"ppo": {"watchdog": {"kl": 0.25}}}, **lengths)
-    assert "(0 to 0.25 nats per token) in 11 of 12 updates" in tight.sentence and tight.verdict == "look"
+    assert "up to 10 nats per response) in 11 of 12 updates" in tight.sentence and tight.verdict == "look"
     assert with_values(tight.advice, {"ppo": {"kl_coef": 0.2}}).startswith(
         "raise ppo.kl_coef (here 0.2), or lower ppo.learning_rate, or set ppo.kl_stop; read ppo/samples.jsonl"
     )

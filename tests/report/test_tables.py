@@ -51,7 +51,7 @@ def test_the_result_is_in_the_summary(run: Path) -> None:
         "PPO beats SFT: win rate 0.630 [0.570, 0.690] on 256 held-out prompts, judged by gold, at a KL of 12.30; "
         "by the reward model 0.950 [0.890, 1.010].",
         "PPO's answers have 21.5 tokens on average, SFT's 21.5; length-controlled win rate 0.610 [0.550, 0.670].",
-        "win rate over SFT's best of 4 by the reward model, which needs no training: 0.630 [0.570, 0.690].",
+        "PPO against SFT's best of 4 (chosen by the reward model), judged by gold: win rate 0.630 [0.570, 0.690].",
         "Recommended policy: update 10 (the highest mean of gold), at 4.3 nats; its win rate over the last one is 0.55",
         "PPO over SFT gold 0.630 [0.570, 0.690] 0.610 3 256",
         "SFT gold 0, reward 0, 12 tokens sft says 3",
@@ -91,7 +91,7 @@ def test_what_ran(run: Path) -> None:
     for part in (
         "rollout 20 s 20 % generating responses judge 10 s 10 %",  # 20 updates of 1, 0.5 and 2.5 in 100 seconds
         "update 50 s 50 %", "other 20 s 20 %", "250 tokens/s over 20,000 tokens.",
-        "ppo models.reward reward stage ../reward reward-model", "ppo ppo.kl_coef 0.2 0.05",
+        "ppo models.reward reward stage of this run ../reward reward-model", "ppo ppo.kl_coef 0.2 0.05",
         "eval judges.gold judges:gold -", "rlhf 0.1.0, torch 2.13.0", "rlhf sft --config demo/sft/config.yaml --fresh",
     ):  # fmt: skip
         assert part in text, part
@@ -108,7 +108,7 @@ def test_commands_that_reproduce_the_run(run: Path, monkeypatch: pytest.MonkeyPa
     for name in STAGES:
         shutil.copy(run / name / "config.yaml", run / f"{name}.yaml")
     assert tables.commands(read_run(run)) == ["rlhf run demo"]
-    assert "In the folder that contains demo : rlhf run demo" in words(run)
+    assert "as rlhf init or you wrote them: rlhf run demo" in words(run)
     assert tables.commands(at_step(read_run(run), "10")) == ["rlhf run demo"]
     config = yaml.safe_load((run / "ppo.yaml").read_text()) | {"output": {"newer_than_the_run": 1}}
     (run / "ppo.yaml").write_text(yaml.safe_dump(config))
@@ -127,14 +127,21 @@ def test_rows_of_unchanged_data_are_counted(run: Path) -> None:
     assert f"sft data.train ../data.jsonl changed since {sha256[:12]}" in words(run)
 
 
+def test_the_head_says_how_many_of_the_prompts_were_used(run: Path) -> None:
+    (run / "data.jsonl").write_text('{"prompt": "a"}\n' * 300)
+    begin(run / "eval", configs()["eval"] | {"data": {"prompts": "../data.jsonl"}})
+    change(run / "eval/manifest.json", data={"data.prompts": file_sha256(run / "data.jsonl")})
+    assert "eval prompts 256 of 300 rows" in words(run)
+
+
 def test_the_report_card_has_flags_and_limits(run: Path) -> None:
     text = words(run)
     for part in (
         "beaten by an empty answer 0.500 [0.410, 0.590]; mean gap +0.10 0.25 flagged",
-        "calibration error (ECE) 0.050; confidence 0.74, accuracy 0.75 0.10 rank correlation",
+        "calibration error (ECE) 0.050; confidence 0.74, accuracy 0.75 0.10 within rank correlation",
         "50 of 200 are below 0: the rejected answer scores higher.",
         "over 200 pairs and 128 probed prompts",
-        "mean probability of 74 %; the accuracy is 75 %.",  # (90 x 0.53 + 110 x 0.92) / 200
+        "mean probability of 74.5 %; the accuracy is 75 %.",  # (90 x 0.53 + 110 x 0.92) / 200
         "Its limit is 0.1, or more if there are too few pairs.",
         "the limit is 1 - accuracy, 25 % here, and at least 10 %.",
     ):
@@ -146,8 +153,11 @@ def test_the_report_card_has_flags_and_limits(run: Path) -> None:
     change(run / "reward/manifest.json", card=card)
     now = words(run)
     assert "Its limit is 0.1; here 0.19, which chance explains with so few pairs." in now
-    assert "by the reward model in 62 % of the pairs with different lengths, by people in 50 %" in now
-    assert "flagged " not in now.replace("is flagged if", "")
+    assert "by the reward model in 62.5 % of the pairs with different lengths, by the labels in 50 %" in now
+    assert "flagged " not in now and "0.25 within" in now
+    probes["probes"]["empty"] |= {"beats": 0.3, "ci95": [0.2, 0.42]}
+    change(run / "reward/manifest.json", card=card)
+    assert "mean gap -1.00 0.25 over, within noise" in words(run)
 
 
 # Incomplete and damaged runs

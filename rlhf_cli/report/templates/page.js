@@ -103,8 +103,19 @@ function download(name, table) {
   URL.revokeObjectURL(link.href);
 }
 
+// Tokens: the value of the one under the pointer, or that was tapped
+
+function tokenReadout(strip) {
+  const readout = Object.assign(element("output", "Point at a token for its value."), { className: "readout" });
+  const show = ({ target }) => target !== strip && (readout.textContent = `${target.textContent}: ${target.title}`);
+  strip.addEventListener("pointerover", show);
+  strip.addEventListener("click", show);
+  return readout;
+}
+
 // Answers: which prompts are shown, in which order
 
+const FIRST = 10;
 const PAGE = 50;
 
 /** A prompt with the answers of two policies, and what it is sorted by. */
@@ -144,28 +155,63 @@ const OUTCOMES = {
   disagree: (row) => row.disagree,
 };
 
-function searchedText(prompt) {
-  const answers = prompt.answers.filter(Boolean).map((answer) => answer.text);
-  return [prompt.prompt, ...Object.values(prompt.columns), ...answers].join("\n").toLowerCase();
+const ORDER_OF = { win: "gain", lose: "loss" };
+
+/** Whether a prompt or an answer of any policy has a text, and how many answers have it. */
+function find(prompt, wanted) {
+  const has = (words) => words.toLowerCase().includes(wanted);
+  const answers = wanted ? prompt.answers.filter((answer) => answer && has(answer.text)).length : 0;
+  return { answers, found: answers > 0 || [prompt.prompt, ...Object.values(prompt.columns)].some(has) };
+}
+
+/** Marks a text where it is shown. */
+function highlight(wanted) {
+  if (!window.Highlight) return;
+  const ranges = wanted ? all("#pairs .text").flatMap((part) => rangesOf(wanted, part)) : [];
+  CSS.highlights.set("found", new Highlight(...ranges));
+}
+
+function rangesOf(wanted, part) {
+  const walker = document.createTreeWalker(part, NodeFilter.SHOW_TEXT);
+  const nodes = [];
+  while (walker.nextNode()) nodes.push(walker.currentNode);
+  const whole = part.textContent.toLowerCase();
+  if (whole.length !== part.textContent.length) return []; // letters whose lower case is longer
+
+  const placeOf = (offset) => {
+    let before = 0;
+    for (const node of nodes) {
+      if (offset <= before + node.length) return [node, offset - before];
+      before += node.length;
+    }
+  };
+  const ranges = [];
+  for (let start = whole.indexOf(wanted); start >= 0; start = whole.indexOf(wanted, start + wanted.length)) {
+    const range = new Range();
+    range.setStart(...placeOf(start));
+    range.setEnd(...placeOf(start + wanted.length));
+    ranges.push(range);
+  }
+  return ranges;
 }
 
 function showAnswers(data) {
   const pairs = byId("pairs");
-  const texts = new Map(data.prompts.map((prompt) => [prompt, searchedText(prompt)]));
+  const wanted = () => byId("find").value.toLowerCase().trim();
   let order = "gain";
   let rows = [];
   let drawn = 0;
 
   function select() {
     const [judge, left, right] = ["judge", "left", "right"].map((id) => Number(byId(id).value));
-    const wanted = byId("find").value.toLowerCase().trim();
     const columns = all("[data-column]").filter((box) => box.value);
     const outcome = OUTCOMES[byId("outcome").value] ?? (() => true);
     const compare = (prompt) => compared(prompt, left, right, judge);
     const everyone = data.prompts.map(compare).filter(Boolean);
     const key = ORDERS[order](judge, everyone);
     rows = everyone
-      .filter(({ prompt }) => texts.get(prompt).includes(wanted))
+      .map((row) => ({ ...row, ...find(row.prompt, wanted()) }))
+      .filter(({ found }) => found)
       .filter(({ prompt }) => columns.every((box) => prompt.columns[box.dataset.column] === box.value))
       .filter(outcome)
       .map((row) => ({ ...row, key: key(row) }))
@@ -178,11 +224,14 @@ function showAnswers(data) {
   function drawMore() {
     const names = [byId("left"), byId("right")].map((box) => box.selectedOptions[0].textContent);
     const options = { judges: data.judges, judge: Number(byId("judge").value), names, marked: byId("diff").checked };
-    const next = rows.slice(drawn, drawn + PAGE);
+    const next = rows.slice(drawn, drawn ? drawn + PAGE : FIRST);
     pairs.append(...next.map((row) => drawPair(row, options, data)));
     drawn += next.length;
     byId("more").hidden = drawn === rows.length;
-    byId("found").textContent = rows.length ? `${drawn} of ${rows.length} prompts shown` : "No prompt is left: change the filters.";
+    const answers = rows.reduce((sum, row) => sum + row.answers, 0);
+    const inAnswers = wanted() ? `; ${answers} answers have the text, of all ${data.policies.length} versions` : "";
+    byId("found").textContent = rows.length ? `${drawn} of ${rows.length} prompts shown${inAnswers}` : "No prompt is left: change the filters.";
+    highlight(wanted());
     all("#tools [data-order]").forEach((button) => button.setAttribute("aria-pressed", button.dataset.order === order));
   }
 
@@ -197,7 +246,10 @@ function showAnswers(data) {
       all(`#tools [data-order=${order}]`)[0].focus({ preventScroll: true });
     }),
   );
+  byId("outcome").addEventListener("input", (event) => (order = ORDER_OF[event.target.value] ?? order));
+  pairs.addEventListener("toggle", () => setTimeout(() => highlight(wanted())), true); // after what is folded is drawn
   byId("tools").hidden = false;
+  byId("filters").open = matchMedia("(min-width: 40rem)").matches;
   byId("tools").addEventListener("input", select);
   byId("more").addEventListener("click", drawMore);
   select();
@@ -207,13 +259,17 @@ function showAnswers(data) {
 
 function drawPair(row, { judges, judge, names, marked }, data) {
   const pair = byId("pair-form").content.cloneNode(true).firstElementChild;
-  const { prompt, first, second, gain } = row;
+  const { prompt, first, second, gain, gains } = row;
   pair.querySelector(".number").textContent = prompt.index;
   const result = pair.querySelector(".gain");
-  if (gain !== null && gain !== undefined) {
-    result.textContent = `${judges[judge]} ${gain > 0 ? "+" : ""}${text(gain)}`;
+  const gainText = (place) => `${judges[place]} ${gains[place] > 0 ? "+" : ""}${text(gains[place])}`;
+  const known = judges.map((_, place) => place).filter((place) => gains[place] !== null);
+  if (known.includes(judge)) {
+    result.textContent = gainText(judge);
     result.classList.add(gain > 0 ? "won" : gain < 0 ? "lost" : "tied");
   }
+  const others = known.filter((place) => place !== judge);
+  pair.querySelector(".others").textContent = others.map((place) => `, ${gainText(place)}`).join("");
   pair.querySelector(".prompt").textContent = prompt.prompt;
   const columns = pair.querySelector(".columns-read");
   const values = Object.entries(prompt.columns).map(([name, value]) => `${name}: ${value}`);
@@ -227,7 +283,7 @@ function drawPair(row, { judges, judge, names, marked }, data) {
     all(".answer", pair)[side].append(...parts[side].map(([words, tag]) => (tag ? element(tag, words) : words)));
   });
   if (second.tokens) pair.append(tokenView(second.tokens, names[1]));
-  if (prompt.answers.filter(Boolean).length > 2) pair.append(course(prompt, data));
+  if (prompt.answers.filter(Boolean).length > 2) pair.append(course(prompt, data, row.answers));
   return pair;
 }
 
@@ -251,9 +307,9 @@ function folded(title, draw) {
 }
 
 /** The answers of all policies to one prompt: SFT, the snapshots in their order, PPO, then the others. */
-function course(prompt, data) {
+function course(prompt, data, found) {
   const given = prompt.answers.map((answer, place) => [answer, data.policies[place]]).filter(([answer]) => answer);
-  return folded(`All ${given.length} answers to this prompt`, () =>
+  return folded(`All ${given.length} answers to this prompt${found ? `, ${found} with the text` : ""}`, () =>
     given.flatMap(([answer, name]) => {
       const title = element("h4", `${name} `);
       title.append(Object.assign(element("span", factsOf(answer, data.judges)), { className: "muted" }));
@@ -266,7 +322,7 @@ function course(prompt, data) {
 function tokenView(tokens, name) {
   const top = Math.max(...tokens.kl.map(Math.abs)) || 1;
   return folded(`${name}, token by token`, () => {
-    const about = element("p", `KL of each token from SFT, in nats; full color: ${text(top)}. Blue: likelier than by SFT.`);
+    const about = element("p", `Log-ratio of each token: its log-probability by ${name} minus that by SFT, in nats. Blue: likelier by ${name}.`);
     const strip = Object.assign(document.createElement("p"), { className: "strip", dir: "auto" });
     tokens.text.forEach((token, place) => {
       const shown = element("span", token || "\u00b7");
@@ -275,7 +331,7 @@ function tokenView(tokens, name) {
       shown.title = text(tokens.kl[place]);
       strip.append(shown);
     });
-    return [about, strip];
+    return [about, strip, tokenReadout(strip)];
   });
 }
 
@@ -316,5 +372,7 @@ all("svg.figure").forEach(showValues);
 readData().then((found) => {
   all("[data-figure]").forEach((figure) => addFigureTools(figure, found.figures[figure.dataset.figure]));
   if (byId("pair-form")) showAnswers(found);
+  if (location.hash) byId(location.hash.slice(1))?.scrollIntoView(); // what is above has changed its height
 });
+all(".strip").forEach((strip) => strip.after(tokenReadout(strip)));
 all(".multiples a").forEach((link) => link.addEventListener("click", () => (byId("folded").open = true)));
