@@ -15,6 +15,7 @@ from rlhf_cli.cli import (
     export,
     init,
     label,
+    launch,
     plan,
     report,
     run,
@@ -47,7 +48,7 @@ for _stage, _text in STAGE_SUMMARIES.items():
     app.command(_stage, help=_text, rich_help_panel="Train")(stage.stage_command(_stage))
 _add("Inspect", status.status, status.ls, report.report, chat.chat, label.label, verify.verify)
 _add("Inspect", explain.explain, schema.schema, env.env)
-_add("Ship", export.export, serve.serve)
+_add("Ship", export.export, serve.serve, launch.launch)
 app.command("replay", hidden=True)(verify.verify)  # the old name of verify
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf_cli import system, terminal
 from rlhf_cli.commands.plan.inputs import ModelResolver
 from rlhf_cli.commands.plan.show import conclude, show, show_total
-from rlhf_cli.commands.plan.stage_plan import plan_stage, plan_total
+from rlhf_cli.commands.plan.stage_plan import StagePlan, TotalPlan, plan_stage, plan_total
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.loading import load, stage_of
 from rlhf_cli.config.ppo import PPOConfig
@@ -37,10 +37,34 @@ class PlanOptions:
     machines: int = 1
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """Plans of the stages of a run, or of one, and their total."""
+
+    target: Target
+    stages: list[StagePlan]
+    total: TotalPlan
+
+
 def print_plan(
     path: Path, overrides: Sequence[str], options: Options, choices: PlanOptions, *, as_json: bool = False
 ) -> None:
-    """Print the estimate of each stage, with settings that save memory if it does not fit.
+    """Print the estimate of each stage, with settings that save memory if it does not fit. Raises as `plan_run`."""
+    plan = plan_run(path, overrides, options, choices)
+    if as_json:
+        stages = {stage.stage: asdict(stage) for stage in plan.stages}
+        known = {**asdict(plan.target), "device": plan.target.name, "stages": stages, "total": asdict(plan.total)}
+        terminal.print_json(known)
+        return
+    for stage in plan.stages:
+        show(stage, plan.target)
+    if len(plan.stages) > 1:
+        show_total(plan.total, is_judged=any(stage.judges for stage in plan.stages))
+    conclude(plan.stages, plan.target)
+
+
+def plan_run(path: Path, overrides: Sequence[str], options: Options, choices: PlanOptions) -> RunPlan:
+    """Return the estimate of each stage of a file or folder.
 
     Raises RLHFError as `rlhf check` does, C07 for an unknown mode or GPU or a number of machines that does not divide
     the processes, C11 for a size in GiB without FLOP/s.
@@ -66,18 +90,7 @@ def print_plan(
                 lora.check_adapters(stage.config, chain.start(stage.config, start.key).body)
             plans.append(plan_stage(stage, flops, routed[stage.config.stage], chain=chain, process=process))
             bar.advance()
-
-    total = plan_total(plans, load_seconds)
-    if as_json:
-        stages_json = {plan.stage: asdict(plan) for plan in plans}
-        known = {**asdict(target), "device": target.name, "stages": stages_json, "total": asdict(total)}
-        terminal.print_json(known)
-        return
-    for plan in plans:
-        show(plan, target)
-    if len(plans) > 1:
-        show_total(total, is_judged=any(plan.judges for plan in plans))
-    conclude(plans, target)
+    return RunPlan(target, plans, plan_total(plans, load_seconds))
 
 
 def _target(gpu: str | None, processes: int, machines: int) -> Target:
