@@ -18,7 +18,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.distributed import CHECKPOINT_RATE, SECONDS_TO_STOP
 from rlhf_cli.errors import UNPRINTABLE, RLHFError, shell_path
 from rlhf_cli.pipeline.load import find_configs, load_all, select_stages
-from rlhf_cli.planning.target import Target
+from rlhf_cli.planning.target import Target, gpu_table
 from rlhf_cli.system import format_bytes
 
 GIB = 2**30
@@ -68,6 +68,7 @@ class Job:
     servers: int  # further nodes
     server: RolloutServer | None
     gpus: int
+    gpu: str | None  # its name in gpus.toml
     cpus: int
     memory_gib: int
     planned_seconds: float
@@ -100,9 +101,7 @@ def make_job(engine: str, folder: Path, options: Options, choices: LaunchOptions
 
     gpus = _gpus_per_node(choices)
     trainers = choices.nodes - choices.servers
-    planned = PlanOptions(
-        gpu=choices.gpu, flops=choices.flops, processes=trainers * max(1, gpus), machines=trainers
-    )
+    planned = PlanOptions(gpu=choices.gpu, flops=choices.flops, processes=trainers * max(1, gpus), machines=trainers)
     plan = plan_run(folder, [], options, planned)
     stages = [stage for stage in plan.stages if stage.stage in files]
     for stage in stages:
@@ -118,6 +117,7 @@ def make_job(engine: str, folder: Path, options: Options, choices: LaunchOptions
         servers=choices.servers,
         server=server,
         gpus=gpus,
+        gpu=choices.gpu.lower() if choices.gpu and choices.gpu.lower() in gpu_table() else None,
         cpus=choices.cpus or (CPUS_PER_GPU * gpus if gpus else os.cpu_count() or 1),
         memory_gib=math.ceil(max(_host_bytes(stage, gpus) for stage in stages) / GIB),
         planned_seconds=sum(stage.seconds for stage in stages),

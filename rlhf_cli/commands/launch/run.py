@@ -9,7 +9,7 @@ from rlhf_cli import terminal
 from rlhf_cli.commands.launch.engines import ENGINES, Engine, render
 from rlhf_cli.commands.launch.job import LaunchOptions, make_job
 from rlhf_cli.config.base import Options
-from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, shown
 
 
 def print_file(engine: str, folder: Path, options: Options, choices: LaunchOptions, *, out: Path | None) -> None:
