@@ -4,7 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +16,7 @@ from rlhf_cli.commands.plan.stage_plan import StagePlan
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.distributed import CHECKPOINT_RATE, SECONDS_TO_STOP
-from rlhf_cli.errors import UNPRINTABLE, RLHFError, shell_path
+from rlhf_cli.errors import UNPRINTABLE, RLHFError, shell_path, shell_word
 from rlhf_cli.pipeline.load import find_configs, load_all, select_stages
 from rlhf_cli.planning.target import Target, gpu_table
 from rlhf_cli.system import format_bytes
@@ -37,7 +37,7 @@ class LaunchOptions:
     gpus: int | None = None  # on each node; None: those of this machine, or one if `gpu` names a GPU
     servers: int = 0  # nodes that run a rollout server
     cpus: int | None = None  # on each node
-    only: Sequence[str] = ()  # stages
+    only: tuple[str, ...] = ()  # stages
     gpu: str | None = None  # the name of the nodes' GPUs, or their memory in GiB
     flops: float | None = None  # of each of them
     image: str | None = None
@@ -182,9 +182,13 @@ def _require_fits(stage: StagePlan, plan: RunPlan, folder: Path) -> None:
 
 def _command(engine: str, folder: Path, choices: LaunchOptions) -> str:
     """Return the command that prints the file again."""
-    numbers = {"nodes": choices.nodes, "gpus": choices.gpus, "servers": choices.servers}
-    given = [f" --{name} {number}" for name, number in numbers.items() if number is not None]
-    return f"rlhf launch {engine} {shell_path(folder)}{''.join(given)}"
+    words = ["rlhf", "launch", engine, shell_path(folder)]
+    for option in fields(choices):
+        value = getattr(choices, option.name)
+        if value != option.default:
+            values = value if isinstance(value, tuple) else (value,)
+            words += [f"--{option.name} {shell_word(str(each))}" for each in values]
+    return " ".join(words)
 
 
 def _name(folder: Path) -> str:
