@@ -22,7 +22,7 @@ from rlhf_cli.runs.layout import STAGES, seed_of
 
 RUN_ARGUMENTS = ("folder", "folders", "path")  # names of the arguments that take a run
 READ_CONFIGS = {"run", "check", "plan", "status"}
-STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay", "serve"}  # no files
+STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay", "serve", "launch"}
 COMMAND_WIDTH = 7  # characters, so that all groups of --help share one column
 MAX_LISTED_RUNS = 5
 FILE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.DISK_FULL

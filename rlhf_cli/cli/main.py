@@ -43,12 +43,12 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
         app.command(rich_help_panel=panel)(command)
 
 
-_add("Train", init.init, convert.convert, check.check, plan.plan, run.run)
+_add("Train", init.init, convert.convert, check.check, plan.plan, run.run, launch.launch)
 for _stage, _text in STAGE_SUMMARIES.items():
     app.command(_stage, help=_text, rich_help_panel="Train")(stage.stage_command(_stage))
 _add("Inspect", status.status, status.ls, report.report, chat.chat, label.label, verify.verify)
 _add("Inspect", explain.explain, schema.schema, env.env)
-_add("Ship", export.export, serve.serve, launch.launch)
+_add("Ship", export.export, serve.serve)
 app.command("replay", hidden=True)(verify.verify)  # the old name of verify
 
 

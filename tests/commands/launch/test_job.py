@@ -40,7 +40,7 @@ def test_sizes_are_those_of_the_plan(three: Path) -> None:
     assert "--nnodes=2 --nproc-per-node=4" in text and "for stage in sft reward ppo; do" in text
     assert f"run={three}\n" in text
     assert "NCCL_SOCKET_IFNAME" in text and "GLOO_SOCKET_IFNAME" not in text
-    assert "Printed by: rlhf launch slurm . --nodes 2 --gpus 4 --gpu h100 (rlhf" in text
+    assert f"Printed by: rlhf launch slurm {three} --nodes 2 --gpus 4 --gpu h100 (rlhf" in text
 
 
 @on_a_cpu
