@@ -3,6 +3,7 @@
 Modules: `commands/launch/run.py`.
 """
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ import jsonschema
 import pytest
 import yaml
 from bad_inputs import replace
-from run_cli import must_succeed, rlhf
+from run_cli import ROOT, must_succeed, rlhf
 
-from rlhf_cli.commands.launch.engines import ENGINES
+from rlhf_cli.commands.launch.engines import ENGINES, render
+from rlhf_cli.commands.launch.job import Job
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_progress_lines")]
 JOBSET = yaml.safe_load(Path(__file__).with_name("jobset_schema.yaml").read_text())
@@ -23,6 +25,25 @@ KUBERNETES = "1.34"
 EXTRA = "pip install -e '.[launch-test]'"
 SECRET = "hf_" + 30 * "x"
 ARGUMENTS = ("--gpu", "h100", "--gpus", "2", "--nodes", "3")
+EXAMPLE = Job(
+    command="rlhf launch slurm runs/first --nodes 2 --gpus 8 --gpu h100",
+    name="rlhf-first",
+    run=Path("/shared/runs/first"),
+    python="/shared/venv/bin/python",
+    stages=("sft", "reward", "ppo", "eval"),
+    nodes=2,
+    servers=0,
+    server=None,
+    gpus=8,
+    gpu="h100",
+    cpus=64,
+    memory_gib=258,
+    planned_seconds=41000.0,
+    is_measured=False,
+    stop_seconds=210,
+    image=None,
+    partition=None,
+)
 # name -> engine, with a server, whose model is written by PPO
 CASES = {
     "slurm": ("slurm", False, False),
@@ -140,6 +161,16 @@ def test_skypilot_reads_its_file(name: str, three: Path) -> None:
     if header:
         group = dag_utils.load_job_group_from_yaml_str(text)
         assert [task.name for task in group.tasks] == ["trainer", "rollouts"] and group.primary_tasks == ["trainer"]
+
+
+def test_the_page_shows_lines_of_the_files() -> None:
+    page = (ROOT / "docs/launch.md").read_text()
+    sections = dict(
+        zip(("slurm", "jobset", "trainjob", "skypilot"), re.findall(r"```text\n(.*?)```", page, re.S), strict=True)
+    )
+    for name, excerpt in sections.items():
+        lines = render(ENGINES[name], EXAMPLE).splitlines()
+        assert [line for line in excerpt.splitlines() if line not in ("...", *lines)] == [], name
 
 
 def test_every_engine_has_a_case() -> None:
