@@ -46,9 +46,9 @@ def launch(
     verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
-    """Print a file that runs the stages on several machines, for a scheduler.
+    """Print the file that runs the stages on several machines.
 
-    Read it, edit it, and submit it with the scheduler's own tool: rlhf submits nothing.
+    It is for a scheduler: read it, edit it, and submit it with the scheduler's own tool.
     """
     from rlhf_cli.config.base import Options
 
