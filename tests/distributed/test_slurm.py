@@ -1,4 +1,4 @@
-"""The file of `rlhf launch slurm`, submitted to a real Slurm of two nodes: `make slurm-test`, as root.
+"""The file of `rlhf launch slurm`, submitted to a real Slurm of two nodes: `make slurm-test`, as root."""
 
 Modules: `commands/launch/engines.py`.
 """

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rlhf_cli.commands.plan.inputs import ModelResolver
-from rlhf_cli.commands.plan.run import PlanOptions, RunPlan, plan_run
-from rlhf_cli.commands.plan.stage_plan import StagePlan
+from rlhf_cli.commands.common.plan.inputs import ModelResolver
+from rlhf_cli.commands.common.plan.run_plan import PlanOptions, RunPlan, plan_run
+from rlhf_cli.commands.common.plan.stage_plan import StagePlan
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.distributed import CHECKPOINT_RATE, SECONDS_TO_STOP
