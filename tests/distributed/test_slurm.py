@@ -1,8 +1,5 @@
 """The file of `rlhf launch slurm`, submitted to a real Slurm of two nodes: `make slurm-test`, as root."""
 
-Modules: `commands/launch/engines.py`.
-"""
-
 import filecmp
 import os
 import re
