@@ -82,7 +82,7 @@ $(VLLM)/.installed:
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
 	touch $@
 
-slurm-test: $(VENV)/.installed-test ## the file of `rlhf launch slurm` on a Slurm of two nodes (apt install slurm-wlm, as root): TERM, a time limit, a dead node: 5 minutes
+slurm-test: $(VENV)/.installed-test ## the file of `rlhf launch slurm` on a Slurm of two nodes (apt install slurm-wlm, as root): TERM, a time limit, a dead node: minutes
 	@command -v slurmctld slurmd > /dev/null || { echo 'make slurm-test: apt install slurm-wlm' >&2; exit 2; }
 	$(TESTING) $(VENV)/bin/python -m pytest -m slurm --timeout 3600 tests/distributed/test_slurm.py
 

@@ -46,7 +46,7 @@ def test_sizes_are_those_of_the_plan(three: Path) -> None:
 @on_a_cpu
 def test_a_machine_without_a_gpu_is_one_process_on_each_node(three: Path) -> None:
     assert is_one_error(rlhf("launch", "slurm", ".", "--gpus", 2), "C11", "--gpu h100")
-    text = launched("slurm", ".", "--nodes", 3, "--cpus", 5, "--only", "ppo")
+    text = launched("slurm", ".", "--nodes", 3, "--cpus", 5, "--only", "ppo", "--flops", "1e9")
     options = directives(text)
     assert (options["nodes"], options["cpus-per-task"]) == ("3", "5") and "gpus-per-node" not in options
     assert "--nnodes=3 --nproc-per-node=1" in text and "OMP_NUM_THREADS=5\n" in text
