@@ -76,6 +76,7 @@ class Job:
     stop_seconds: int  # from TERM to the end: for a step and a checkpoint
     image: str | None
     partition: str | None
+    trust_remote_code: bool = False
 
     @property
     def processes(self) -> int:
@@ -125,6 +126,7 @@ def make_job(engine: str, folder: Path, options: Options, choices: LaunchOptions
         stop_seconds=max(map(_seconds_to_stop, stages)),
         image=choices.image,
         partition=choices.partition,
+        trust_remote_code=options.trust_remote_code,
     )
 
 

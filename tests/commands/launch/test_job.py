@@ -29,7 +29,8 @@ def directives(text: str) -> dict[str, str]:
 
 
 def test_sizes_are_those_of_the_plan(three: Path) -> None:
-    text = launched("slurm", ".", "--nodes", 2, "--gpus", 4, *H100)
+    text = launched("slurm", ".", "--nodes", 2, "--gpus", 4, *H100, "--trust-remote-code")
+    assert "export RLHF_TRUST_REMOTE_CODE=1\n" in text
     stages = plan_json(".", "--gpu", "h100", "--nproc", "8", "--machines", "2")
     options = directives(text)
     assert (options["nodes"], options["gpus-per-node"], options["cpus-per-task"]) == ("2", "4", "32")
