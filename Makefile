@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench bench-memory bench-learning gpu golden test test-slow distributed browser vllm-test chaos damage fuzz lint complexity check smoke sft reward ppo eval pipeline schemas docs package clean
+.PHONY: help demo reviews bench bench-memory bench-learning gpu golden test test-slow distributed browser vllm-test slurm-test chaos damage fuzz lint complexity check smoke sft reward ppo eval pipeline schemas docs package clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -82,6 +82,10 @@ $(VLLM)/.installed:
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
 	touch $@
 
+slurm-test: $(VENV)/.installed-test ## the file of `rlhf launch slurm` on a Slurm of two nodes (apt install slurm-wlm, as root): TERM, a time limit, a dead node: minutes
+	@command -v slurmctld slurmd > /dev/null || { echo 'make slurm-test: apt install slurm-wlm' >&2; exit 2; }
+	$(TESTING) $(VENV)/bin/python -m pytest -m slurm --timeout 3600 tests/distributed/test_slurm.py
+
 # The suite's 500 cases are the same each time; these are new ones.
 CASES ?= 20000
 fuzz: $(VENV)/.installed-test ## CASES=20000 configs, data files and models with random faults: about 8 minutes on two cores
@@ -103,7 +107,7 @@ complexity: $(VENV)/.installed-test ## where the code is hard to read: AST nodes
 	@$(VENV)/bin/python scripts/complexity.py
 
 check: lint ## style, types and the fast tests
-	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not distributed and not browser and not vllm and not full" $(PARALLEL)
+	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not distributed and not browser and not vllm and not slurm and not full" $(PARALLEL)
 
 smoke: $(VENV)/.installed ## the whole chain on tiny models in a temporary folder
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \

@@ -40,7 +40,7 @@ from rlhf_cli import jsonl, runs, terminal
 gc.disable()  # until all tests are imported: nothing of them is garbage
 typer.testing._get_command = cache(typer.testing._get_command)  # the options of all commands are read once, not a call
 
-HEAVY = {"full", "slow", "damage", "distributed", "browser", "vllm"}  # markers of what `make check` leaves out
+HEAVY = {"full", "slow", "damage", "distributed", "browser", "vllm", "slurm"}  # markers of what `make check` leaves out
 MAX_LIGHT_SECONDS = 10.0  # on a slow machine, and with the imports of a library
 spent_seconds: Counter[str] = Counter()  # test -> CPU time of its cases
 SHARED = Path(__file__).parents[2] / "shared"

@@ -21,8 +21,8 @@ from rlhf_cli.errors import NOT_FOUND, RLHFError, closest_match, read_error, she
 from rlhf_cli.runs.layout import STAGES, seed_of
 
 RUN_ARGUMENTS = ("folder", "folders", "path")  # names of the arguments that take a run
-READ_CONFIGS = {"run", "check", "plan", "status"}
-STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay", "serve"}  # no files
+READ_CONFIGS = {"run", "check", "plan", "status", "launch"}
+STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay", "serve", "launch"}
 COMMAND_WIDTH = 7  # characters, so that all groups of --help share one column
 MAX_LISTED_RUNS = 5
 FILE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.DISK_FULL
@@ -164,7 +164,7 @@ def _translate_file_error(error: OSError) -> RLHFError | None:
 
 def _run_not_given_error(arguments: Sequence[str]) -> RLHFError:
     """Return an error that lists the runs here."""
-    command, *options = arguments
+    command = arguments[0]
     folders = _runs_here(has_configs=command in READ_CONFIGS)
     question = f"rlhf {command}: which run?"
     if not folders:
@@ -175,7 +175,8 @@ def _run_not_given_error(arguments: Sequence[str]) -> RLHFError:
         text = f"There are {', '.join(folders[:MAX_LISTED_RUNS])}"
         if len(folders) > MAX_LISTED_RUNS:
             text += f" and {len(folders) - MAX_LISTED_RUNS} more (rlhf ls)"
-    example = ["rlhf", command, folders[0], *options]
+    place = 2 if command == "launch" else 1  # its first argument is the scheduler
+    example = ["rlhf", *arguments[:place], folders[0], *arguments[place:]]
     return RLHFError("C11", f"{question} {text}", hint=" ".join(map(shell_word, example)))
 
 

@@ -15,6 +15,7 @@ from rlhf_cli.cli import (
     export,
     init,
     label,
+    launch,
     plan,
     report,
     run,
@@ -42,7 +43,7 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
         app.command(rich_help_panel=panel)(command)
 
 
-_add("Train", init.init, convert.convert, check.check, plan.plan, run.run)
+_add("Train", init.init, convert.convert, check.check, plan.plan, run.run, launch.launch)
 for _stage, _text in STAGE_SUMMARIES.items():
     app.command(_stage, help=_text, rich_help_panel="Train")(stage.stage_command(_stage))
 _add("Inspect", status.status, status.ls, report.report, chat.chat, label.label, verify.verify)

@@ -51,7 +51,8 @@ def plan(
 
     place, overrides = path_and_overrides(path, set_, assignments)
     with heavy_imports():
-        from rlhf_cli.commands.plan.run import PlanOptions, print_plan
+        from rlhf_cli.commands.common.plan.run_plan import PlanOptions
+        from rlhf_cli.commands.plan.run import print_plan
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     choices = PlanOptions(mode=mode, prompt=prompt, flops=flops, gpu=gpu, processes=nproc, machines=machines)

@@ -39,7 +39,7 @@ def test_help_shows_each_command_in_its_group_with_a_whole_sentence(monkeypatch:
     groups = {part.split(":")[0]: part for part in text.split("\n\n") if part[:1].isupper()}
     shown = {title: re.findall(r"^  (\w+) ", groups[title], re.M) for title in ("Train", "Inspect", "Ship")}
     assert shown == {
-        "Train": ["init", "convert", "check", "plan", "run", "sft", "reward", "dpo", "ppo", "eval"],
+        "Train": ["init", "convert", "check", "plan", "run", "launch", "sft", "reward", "dpo", "ppo", "eval"],
         "Inspect": ["status", "ls", "report", "chat", "label", "verify", "explain", "schema", "env"],
         "Ship": ["export", "serve"],
     }

@@ -21,7 +21,7 @@ from rlhf_cli.runs.layout import STAGES
 
 PRINT_PROGRESS = (
     *("init", "convert", "check", "plan", "run", *STAGES),
-    *("report", "chat", "label", "verify", "export", "serve"),
+    *("report", "chat", "label", "verify", "export", "serve", "launch"),
 )
 END_WITH_JSON = ("init", "run", "report", "label", "export")
 

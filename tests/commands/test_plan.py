@@ -1,4 +1,8 @@
-"""`rlhf plan`: what it counts, what it prints, and which errors it reports."""
+"""`rlhf plan`: what it counts, what it prints, and which errors it reports.
+
+Modules: `commands/common/plan/advice.py`, `commands/common/plan/data_size.py`, `commands/common/plan/inputs.py`,
+`commands/common/plan/run_plan.py`, `commands/common/plan/stage_plan.py`.
+"""
 
 import itertools
 import json
@@ -18,7 +22,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli import system, terminal
 from rlhf_cli.cli import app
-from rlhf_cli.commands.plan import stage_plan
+from rlhf_cli.commands.common.plan import stage_plan
 from rlhf_cli.commands.plan.show import show
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.stages import MODES

@@ -12,7 +12,7 @@ from bad_inputs import check, foreign_scorer, replace, rlhf, warned
 from run_cli import must_succeed
 
 from rlhf_cli import data, jsonl
-from rlhf_cli.commands.plan import data_size
+from rlhf_cli.commands.common.plan import data_size
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers

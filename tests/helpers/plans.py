@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli import progress
 from rlhf_cli.cli import app
-from rlhf_cli.commands.plan.advice import Advice
-from rlhf_cli.commands.plan.stage_plan import PhasePlan, StagePlan
+from rlhf_cli.commands.common.plan.advice import Advice
+from rlhf_cli.commands.common.plan.stage_plan import PhasePlan, StagePlan
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
 GPU = ("--gpu", "80")

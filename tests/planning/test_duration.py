@@ -10,7 +10,7 @@ import pytest
 import torch
 from plans import GPU, on_a_cpu, phase, plan, planned, ppo
 
-from rlhf_cli.commands.plan.inputs import ModelResolver
+from rlhf_cli.commands.common.plan.inputs import ModelResolver
 from rlhf_cli.commands.plan.show import show
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load

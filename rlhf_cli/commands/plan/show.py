@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.plan.stage_plan import StagePlan, TotalPlan
+from rlhf_cli.commands.common.plan.stage_plan import StagePlan, TotalPlan
 from rlhf_cli.judges.costs import MostCost
 from rlhf_cli.models import devices
 from rlhf_cli.planning.memory import KINDS

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_cli.commands.plan.inputs import ModelResolver
+from rlhf_cli.commands.common.plan.inputs import ModelResolver
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.machinery.yaml_io import to_yaml

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_cli.commands.plan.advice import Advice, advise, overhead_of, verdict
-from rlhf_cli.commands.plan.inputs import ModelResolver
+from rlhf_cli.commands.common.plan.advice import Advice, advise, overhead_of, verdict
+from rlhf_cli.commands.common.plan.inputs import ModelResolver
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig, scale_to_world_size
 from rlhf_cli.errors import shown

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import runs
-from rlhf_cli.commands.plan.data_size import max_data_size, measure_data
+from rlhf_cli.commands.common.plan.data_size import max_data_size, measure_data
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import SHARES, EvalConfig
 from rlhf_cli.config.loading import load
