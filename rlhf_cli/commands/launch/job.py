@@ -72,7 +72,8 @@ class Job:
     cpus: int
     memory_gib: int
     planned_seconds: float
-    is_measured: bool  # else the seconds are a lower bound
+    is_bound: bool  # the seconds are a lower bound
+    is_measured: bool  # on the machine that prints the file
     stop_seconds: int  # from TERM to the end: for a step and a checkpoint
     image: str | None
     partition: str | None
@@ -122,6 +123,7 @@ def make_job(engine: str, folder: Path, options: Options, choices: LaunchOptions
         cpus=choices.cpus or (CPUS_PER_GPU * gpus if gpus else os.cpu_count() or 1),
         memory_gib=math.ceil(max(_host_bytes(stage, gpus) for stage in stages) / GIB),
         planned_seconds=sum(stage.seconds for stage in stages),
+        is_bound=any(stage.is_bound for stage in stages),
         is_measured=all(stage.run for stage in stages),
         stop_seconds=max(map(_seconds_to_stop, stages)),
         image=choices.image,
