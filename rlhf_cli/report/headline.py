@@ -12,7 +12,7 @@ from rlhf_cli.report.diagnosis import Diagnosis, Grade
 from rlhf_cli.report.formats import count, interval_text, number, percent, rated
 from rlhf_cli.report.svg import sparkline
 from rlhf_cli.runs.read import Run, Stage
-from rlhf_cli.runs.report import LimitPoint, PolicyScores, Report, WinRate, policy_label
+from rlhf_cli.runs.report import LimitPoint, PolicyScores, RecommendedPolicy, Report, WinRate, policy_label
 from rlhf_cli.statistics import last_quarter
 
 Points = Sequence[tuple[float, float]]
@@ -118,7 +118,7 @@ def _over_best_of(report: Report, judge: str) -> tuple[str, WinRate] | None:
 
 
 def recommendation(run: Run) -> str:
-    """Return the recommended policy as a sentence if the page shows another one; empty otherwise."""
+    """Return the recommended policy and its figures as sentences if the page shows another one; empty otherwise."""
     report = run.outcome
     if report is None or report.recommended is None:
         return ""
@@ -127,7 +127,18 @@ def recommendation(run: Run) -> str:
         return ""
     is_last = shown.step is None and shown.share is None
     instead = "the last policy" if is_last else policy_label(shown.step, shown.share)
-    return f"The policy to take is {report.recommendation}, not {instead}."
+    taken = f"The policy to take is {report.recommendation}, not {instead}, whose figures and answers are below."
+    return taken + _figures_of(report.recommended)
+
+
+def _figures_of(policy: RecommendedPolicy) -> str:
+    """Return the win rate and the KL of a recommended policy as a sentence; empty for SFT, and if one is not known."""
+    rate = (policy.win_rate or {}).get(policy.judge)
+    if policy.is_sft or rate is None or policy.kl is None:
+        return ""
+    prompts = f", on {count(policy.reported_on, 'prompt')} that had no part in the choice" if policy.reported_on else ""
+    name = policy_label(policy.step, policy.share)
+    return f" {name[0].upper()}{name[1:]} wins {rated(rate)} by {policy.judge}, at {number(policy.kl)} nats{prompts}."
 
 
 # The three large figures

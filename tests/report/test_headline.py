@@ -80,7 +80,10 @@ def test_the_overhead_is_told_where_it_is_known(run: Path) -> None:
 
 
 def test_the_page_names_the_recommended_policy_unless_it_shows_it(run: Path) -> None:
-    expected = "The policy to take is update 10 (the highest mean of gold), not the last policy."
+    expected = (
+        "The policy to take is update 10 (the highest mean of gold), not the last policy, whose figures and answers "
+        "are below. Update 10 wins 60 % [54, 66] by gold, at 4.3 nats, on 128 prompts that had no part in the choice."
+    )
     assert headline.recommendation(read_run(run)) == expected and expected in words(run)
     assert headline.recommendation(at_step(read_run(run), "recommended")) == ""
     evaluation = report()

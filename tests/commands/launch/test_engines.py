@@ -169,7 +169,7 @@ def test_skypilot_reads_its_file(name: str, three: Path) -> None:
     text = print_file(name)
     *header, trainer = documents(text) if len(documents(text)) == 1 else documents(text)[:2]
     task = sky.Task.from_yaml_config(trainer)
-    assert (task.num_nodes, task.run.splitlines()[0]) == (3 - len(header), "rank=$SKYPILOT_NODE_RANK")
+    assert (task.num_nodes, task.run.splitlines()[0]) == (3 - 2 * len(header), "rank=$SKYPILOT_NODE_RANK")
     (resources,) = task.resources
     assert resources.accelerators == {"H100": 2}
     if header:
