@@ -19,14 +19,12 @@ from rlhf_cli.commands.launch.engines import ENGINES
 
 ENGINE_TEXT = f"The scheduler: {', '.join(ENGINES)}."
 RUN_TEXT = f"Run folder, on a disk that all nodes share. {ONLY_RUN}"
-GPUS_TEXT = "GPUs of a node; 0: one process on the CPU. Default: as rlhf plan counts."
+GPUS_TEXT = "GPUs of a node; 0: one process on the CPU. Default: those of this machine; 1 with --gpu."
 
 
 def launch(
     engine: Annotated[str, argument("ENGINE", ENGINE_TEXT, completion.one_of(ENGINES))],
-    folder: Annotated[
-        Path | None, argument("RUN", f"Run folder, on a disk that all nodes share. {ONLY_RUN}", completion.runs)
-    ] = None,
+    folder: Annotated[Path | None, argument("RUN", RUN_TEXT, completion.runs)] = None,
     nodes: Annotated[int, option("--nodes", "N", "Nodes, with those of --servers.", min=1)] = 1,
     gpus: Annotated[int | None, option("--gpus", "G", GPUS_TEXT, min=0)] = None,
     servers: Annotated[int, option("--servers", "M", "Nodes that run a rollout server of vLLM.", min=0)] = 0,

@@ -101,9 +101,7 @@ def _can_load_adapter(model: Parent, base: Parent) -> bool:
 def rollout_server(folder: Path, options: Options) -> tuple[list[str], str]:
     """Return the command of each server of models.engine in RUN/ppo.yaml, and what must run before.
 
-    Raises RLHFError C11 for another engine.
-
-    Raises RLHFError as `config.load`, `runs.open_reference` and `reading.read_prompts`, too.
+    Raises RLHFError C11 for another engine, and as `config.load`, `runs.open_reference` and `reading.read_prompts`.
     """
     run = folder.resolve().parent if (folder / "identity.json").is_file() else folder
     ppo = config.load("ppo", run / "ppo.yaml")

@@ -72,7 +72,8 @@ def estimate_duration(stage: Estimate, flops: float | None) -> Duration:
     card = stage.target.card
     if card and not flops:
         if isinstance(stage.config, PPOConfig):
-            return Duration(gpu_time.ppo_seconds(stage, stage.config, card))
+            seconds = gpu_time.ppo_seconds(stage, stage.config, card)
+            return Duration(seconds, is_bound=stage.config.models.server is not None)
         flops = ATTAINED * card.peak_flops
     if flops:
         return Duration({phase.name: phase.flops / flops for phase in computing}, is_bound=True)

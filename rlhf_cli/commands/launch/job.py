@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +15,7 @@ from rlhf_cli.commands.common.plan.run_plan import PlanOptions, RunPlan, plan_ru
 from rlhf_cli.commands.common.plan.stage_plan import StagePlan
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.distributed import CHECKPOINT_RATE, SECONDS_TO_STOP
 from rlhf_cli.errors import UNPRINTABLE, RLHFError, shell_path, shell_word
 from rlhf_cli.pipeline.load import find_configs, load_all, select_stages
@@ -25,7 +26,7 @@ GIB = 2**30
 CPUS_PER_GPU = 8
 LAUNCHER_BYTES = 2 * GIB  # of a node: torchrun, the file cache, and what an estimate misses
 BYTES_PER_PARAMETER = 4  # a process with a GPU has the weights of a stage in float32 in CPU memory while it loads them
-STEP_MARGIN = 3  # a step on a GPU takes at least as long as planned
+STEP_MARGIN = 3  # a step may take longer than planned, most of all on a GPU
 SERVER_PORT = 8000
 
 
@@ -96,10 +97,10 @@ def make_job(engine: str, folder: Path, options: Options, choices: LaunchOptions
     Raises RLHFError as `rlhf plan` does, C07 and C09 for an unknown stage, C11 for servers or GPUs that cannot be, E03
     for a stage that does not fit, S03 for names that do not fit on a line.
     """
-    _require_one_line(str(folder), choices.image, choices.partition)
+    _require_one_line(str(folder.absolute()), choices.image, choices.partition)
     files = select_stages(find_configs(folder), folder, only=choices.only, start=None, force=())
     configs = load_all(files, {})
-    server = _rollout_server(configs.get("ppo"), options, choices)
+    server = _rollout_server(configs, options, choices)
 
     gpus = _gpus_per_node(choices)
     trainers = choices.nodes - choices.servers
@@ -110,7 +111,7 @@ def make_job(engine: str, folder: Path, options: Options, choices: LaunchOptions
         _require_fits(stage, plan, folder)
 
     return Job(
-        command=_command(engine, folder, choices),
+        command=_command(engine, folder, options, choices),
         name=_name(folder),
         run=folder.absolute(),
         python=sys.executable,
@@ -125,7 +126,7 @@ def make_job(engine: str, folder: Path, options: Options, choices: LaunchOptions
         planned_seconds=sum(stage.seconds for stage in stages),
         is_bound=any(stage.is_bound for stage in stages),
         is_measured=all(stage.run for stage in stages),
-        stop_seconds=max(map(_seconds_to_stop, stages)),
+        stop_seconds=max(_seconds_to_stop(stage, configs[stage.stage], planned.processes) for stage in stages),
         image=choices.image,
         partition=choices.partition,
         trust_remote_code=options.trust_remote_code,
@@ -139,13 +140,14 @@ def _require_one_line(*names: str | None) -> None:
             raise RLHFError("S03", f"{name!r} has characters that cannot be printed", hint="rename it")
 
 
-def _rollout_server(ppo: Config | None, options: Options, choices: LaunchOptions) -> RolloutServer | None:
-    """Return the server that --servers asks for. Raises RLHFError C11 unless ppo.yaml and the nodes are for it."""
+def _rollout_server(configs: Mapping[str, Config], options: Options, choices: LaunchOptions) -> RolloutServer | None:
+    """Return the servers that --servers asks for. Raises RLHFError C11 unless configs and nodes are for them."""
     if not choices.servers:
         return None
     if choices.servers >= choices.nodes:
         text = f"--servers {choices.servers} of --nodes {choices.nodes}: no node is left to train"
         raise RLHFError("C11", text, hint=f"--nodes counts both: at least {choices.servers + 1}")
+    ppo = configs.get("ppo")
     if not isinstance(ppo, PPOConfig) or ppo.models.server is None:
         text = f"--servers {choices.servers}: no stage that is launched samples from a server"
         raise RLHFError("C11", text, hint="set models.engine: {vllm: {url: http://127.0.0.1:8000}} in ppo.yaml")
@@ -153,6 +155,10 @@ def _rollout_server(ppo: Config | None, options: Options, choices: LaunchOptions
     body = ModelResolver([ppo], options, prompt=1).start(ppo, "models.sft").body
     is_tied = body.get_text_config().tie_word_embeddings
     starts_first = not (is_tied and ppo.models.server_sync == "disk")
+    sft = configs.get("sft")
+    if starts_first and isinstance(sft, SFTConfig) and sft.model.adapters:
+        text = "--servers: SFT trains adapters, and vLLM needs a whole model"
+        raise RLHFError("C11", text, where=sft.where("model.adapters"), hint="train SFT without adapters")
     return RolloutServer(urlsplit(ppo.models.server.urls[0]).port or SERVER_PORT, starts_first)
 
 
@@ -181,7 +187,7 @@ def _require_fits(stage: StagePlan, plan: RunPlan, folder: Path) -> None:
     raise RLHFError("E03", text, where=stage.file, hint=hint)
 
 
-def _command(engine: str, folder: Path, choices: LaunchOptions) -> str:
+def _command(engine: str, folder: Path, options: Options, choices: LaunchOptions) -> str:
     """Return the command that prints the file again."""
     words = ["rlhf", "launch", engine, shell_path(folder)]
     for option in fields(choices):
@@ -189,6 +195,8 @@ def _command(engine: str, folder: Path, choices: LaunchOptions) -> str:
         if value != option.default:
             values = value if isinstance(value, tuple) else (value,)
             words += [f"--{option.name} {shell_word(str(each))}" for each in values]
+    if options.trust_remote_code:
+        words.append("--trust-remote-code")
     return " ".join(words)
 
 
@@ -206,8 +214,13 @@ def _host_bytes(stage: StagePlan, gpus: int) -> float:
     return gpus * (weights + LAUNCHER_BYTES) + LAUNCHER_BYTES
 
 
-def _seconds_to_stop(stage: StagePlan) -> int:
+def _seconds_to_stop(stage: StagePlan, config: Config, processes: int) -> int:
     """Return the time for the end of a step and for a checkpoint, which has at most the weights and their moments."""
     step = STEP_MARGIN * sum(stage.step_seconds.values())
     checkpoint = max(each.bytes.get("weights", 0) + each.bytes.get("optimizer", 0) for each in stage.phases)
+    if isinstance(config, PPOConfig):
+        if config.models.server:
+            step += config.models.server.timeout  # of a rollout, which the plan does not count
+        if config.ppo.fsdp:
+            checkpoint *= processes  # the plan counts one process's part
     return math.ceil(SECONDS_TO_STOP + step + checkpoint / CHECKPOINT_RATE)

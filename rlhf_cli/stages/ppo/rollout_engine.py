@@ -173,5 +173,5 @@ def server_urls(section: VLLMServerSettings) -> list[str]:
     try:
         return VLLMServerSettings(url=text.split(",")).urls
     except ValueError:
-        message = f"RLHF_ROLLOUT_URLS: {text!r} is not a list of different addresses"
+        message = f"RLHF_ROLLOUT_URLS: {text!r}: addresses must differ, without spaces, paths or a final /"
         raise RLHFError("C17", message, hint="for example http://node1:8000,http://node2:8000") from None

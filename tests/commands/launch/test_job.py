@@ -41,7 +41,7 @@ def test_sizes_are_those_of_the_plan(three: Path) -> None:
     assert "--nnodes=2 --nproc-per-node=4" in text and "for stage in sft reward ppo; do" in text
     assert f"run={three}\n" in text
     assert "NCCL_SOCKET_IFNAME" in text and "GLOO_SOCKET_IFNAME" not in text
-    assert f"Printed by: rlhf launch slurm {three} --nodes 2 --gpus 4 --gpu h100 (rlhf" in text
+    assert f"Printed by: rlhf launch slurm {three} --nodes 2 --gpus 4 --gpu h100 --trust-remote-code (rlhf" in text
 
 
 @on_a_cpu
@@ -75,6 +75,7 @@ REFUSALS: dict[str, tuple[str, list[Any], str]] = {
     "unknown stage": ("C07", ["slurm", ".", "--only", "rewards"], "did you mean reward?"),
     "absent stage": ("C09", ["slurm", ".", "--only", "dpo"], "has no dpo.yaml"),
     "only servers": ("C11", ["slurm", ".", "--servers", 2, "--nodes", 2], "no node is left to train"),
+    "SFT of adapters": ("C11", ["slurm", ".", "--servers", 1, "--nodes", 2], "SFT trains adapters"),
     "no engine": ("C11", ["slurm", ".", "--servers", 1, "--nodes", 2], "set models.engine"),
     "no GPU of a GPU": ("C11", ["slurm", ".", "--gpus", 0, *H100], "the plan is for a GPU"),
     "GPU without a name": ("C11", ["skypilot", ".", "--gpu", "24", "--flops", "1e14"], "by the name of their GPU"),
@@ -89,8 +90,9 @@ REFUSALS: dict[str, tuple[str, list[Any], str]] = {
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in REFUSALS.items()])
 def test_what_cannot_run_is_one_line(case: tuple[str, list[Any], str], three: Path) -> None:
     code, arguments, text = case
-    if arguments[1:] == [".", "--gpus", 2] and on_a_cpu.args[0] is not False:
-        pytest.skip("this machine has a GPU to plan for")
+    if text == "SFT trains adapters":
+        replace("ppo.yaml", "scorer}", "scorer, engine: {vllm: {url: http://127.0.0.1:8123}}, adapters: {kind: lora}}")
+        replace("sft.yaml", "model: {", "model: {adapters: {kind: lora}, ")
     assert is_one_error(rlhf("launch", *arguments), code, text)
 
 

@@ -80,7 +80,7 @@ def test_two_servers_draw_the_tokens_of_hf_and_a_scheduler_may_move_them(run_fol
 
     for wrong in ("localhost:8000", f"{first.url},{first.url}", f"{first.url},"):
         monkeypatch.setenv("RLHF_ROLLOUT_URLS", wrong)
-        fails(ppo(run_folder, *engine, "--fresh"), "C17", "is not a list of different addresses")
+        fails(ppo(run_folder, *engine, "--fresh"), "C17", "addresses must differ, without spaces")
 
 
 def unavailable(path: str, body: object) -> tuple[int, bytes]:
