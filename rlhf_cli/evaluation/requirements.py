@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_cli.config.eval import COMPARISON
 from rlhf_cli.errors import Problem, RLHFError
@@ -14,22 +14,36 @@ from rlhf_cli.trees import at
 OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
 
 
+class Requirement(NamedTuple):
+    """A requirement as text, whether the report meets it, and the keys that there are if it has no number."""
+
+    text: str
+    is_met: bool
+    hint: str | None = None
+
+
+def requirements(report: Report, require: Mapping[str, str]) -> Iterator[Requirement]:
+    """Yield each of `eval.require`, beside what the report has."""
+    contents = report.to_json()
+    for key, condition in require.items():
+        value = at(contents, key)
+        if is_number(value):
+            yield Requirement(f"{key} is {value:.4g}, required {condition.strip()}", _holds(value, condition))
+        else:
+            yield Requirement(f"{key} is not a number in {REPORT}", False, hint=_known_keys(contents, key))
+
+
 def check_requirements(report: Report, require: Mapping[str, str], *, where: Callable[[str], str]) -> None:
     """Compare a report with `eval.require`: {dotted key of report.json: comparison, such as ">= 0.6"}.
 
     `where` gives the location of a config key. Raises R06 with a problem per requirement that fails or has no number in
     the report.
     """
-    problems = []
-    contents = report.to_json()
     location = where("eval.require")
-    for key, condition in require.items():
-        value = at(contents, key)
-        if not is_number(value):
-            hint = _known_keys(contents, key)
-            problems.append(Problem("R06", f"{key} is not a number in {REPORT}", location, hint))
-        elif not _holds(value, condition):
-            problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", location))
+    problems = []
+    for each in requirements(report, require):
+        if not each.is_met:
+            problems.append(Problem("R06", each.text, location, each.hint))
     if problems:
         raise RLHFError.from_problems(problems)
 
@@ -46,13 +60,3 @@ def _known_keys(contents: Mapping[str, Any], key: str) -> str:
         key = key.rpartition(".")[0]
     table = at(contents, key) if key else contents
     return f"{key or REPORT} has the keys {', '.join(table)}"
-
-
-def requirement_lines(report: Report, require: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-    """Yield each requirement as text, and whether the report meets it."""
-    contents = report.to_json()
-    for key, condition in require.items():
-        value = at(contents, key)
-        is_known = is_number(value)
-        text = f"{key} is {value:.4g}" if is_known else f"{key} is not a number"
-        yield f"{text}, required {condition.strip()}", is_known and _holds(value, condition)

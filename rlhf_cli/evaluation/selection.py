@@ -92,20 +92,19 @@ def choose(candidates: Sequence[EvalResponses], sft: EvalResponses, rows: Sequen
 
     Of equal means the one with the lowest KL is taken. SFT is also taken if no candidate is within the KL.
     """
-
     near = [each for each in candidates if rule.max_kl is None or _mean(each.kl, rows) <= rule.max_kl]
     if not near:
         return Choice(sft, f"none of {len(candidates)} policies has a KL of at most {rule.max_kl:g}")
 
     best = max(near, key=lambda each: (_mean(each.scores[rule.judge], rows), -_mean(each.kl, rows)))
-    ours, theirs = ([policy.scores[rule.judge][row] for row in rows] for policy in (best, sft))
-    gain, interval = statistics.paired_difference(ours, theirs, [sft.prompts[row] for row in rows])
-    _, high = interval or (gain, gain)
+    ours = [best.scores[rule.judge][row] for row in rows]
+    theirs = [sft.scores[rule.judge][row] for row in rows]
+    _, interval = statistics.paired_difference(ours, theirs, [sft.prompts[row] for row in rows])
 
     bound = "" if rule.max_kl is None else f" with a KL of at most {rule.max_kl:g}"
     among = f"among {len(near)} of {len(candidates)} policies{bound}"
     highest = f"the highest mean of {rule.judge} on {len(rows)} prompts {among}"
-    if high < 0:
+    if interval and interval[1] < 0:
         return Choice(sft, f"{highest} is that of {policy_label(best.step, best.share)}, and below SFT's beyond chance")
     return Choice(best, highest)
 

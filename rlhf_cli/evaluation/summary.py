@@ -22,6 +22,7 @@ from rlhf_cli.runs.report import (
     Report,
     RewardModelCard,
 )
+from rlhf_cli.runs.resolve import started_from
 
 
 def build_report(
@@ -58,7 +59,7 @@ def build_report(
         interpolated=_interpolated(evaluated, sampled["sft"]),
     )
     report = _with_frontier(report, config, evaluated, sampled["sft"], series)
-    report = _with_recommendation(report, config, evaluated, sampled, parents["models.ppo"])
+    report = _with_recommendation(report, config, evaluated, sampled, parents)
     report = _with_reward_model(report, parents)
     return report.with_changes(warnings=terminal.emitted_warnings())
 
@@ -130,10 +131,14 @@ def _with_recommendation(
     config: EvalConfig,
     evaluated: Sequence[EvalResponses],
     sampled: Mapping[str, EvalResponses],
-    ppo: Parent,
+    parents: Mapping[str, Parent],
 ) -> Report:
-    """Add the policy to take, of those that PPO's stage made: the last one, its snapshots, and shares of the last."""
-    if ppo.stage != "ppo":
+    """Add the policy to take, of those that PPO's stage made: the last one, its snapshots, and shares of the last.
+
+    None if the SFT model that is evaluated is not the one that PPO started from, which its policies are made with.
+    """
+    ppo = parents["models.ppo"]
+    if not started_from(ppo, parents["models.sft"]):
         return report
     last = sampled["ppo"]
     others = [each for each in evaluated if each.model != "ppo" and (each.step is not None or each.share is not None)]

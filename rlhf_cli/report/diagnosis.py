@@ -272,7 +272,9 @@ def _ppo(run: Run, log: Sequence[Finding], hacking: RewardHacking | None) -> Ite
 
 def _past_its_best(run: Run) -> Iterator[Finding]:
     """Yield if the judge that decides prefers an earlier snapshot by more than chance, and the reward the last one."""
-    snapshots = run.outcome.frontier if run.outcome else None
+    end = run.stages["ppo"].manifest.step  # of a run that was stopped later snapshots may exist
+    frontier = (run.outcome.frontier if run.outcome else None) or []
+    snapshots = [point for point in frontier if end is None or point.step <= end]
     if not snapshots or "reward" not in snapshots[-1].judges:
         return
     last = snapshots[-1].judges

@@ -121,7 +121,10 @@ def _by_limit(report: Report, limit: KLLimit, scores: PolicyScores, name: str, l
 
 def _ring(report: Report, scores: PolicyScores) -> str:
     """Return the label of the ring around the recommended policy; empty for any other."""
-    return f"recommended: {policy_label(scores.step, scores.share)}" if report.is_recommended(scores) else ""
+    if not report.is_recommended(scores):
+        return ""
+    step = report.selected_step if scores.share is None else None
+    return f"recommended: {policy_label(step, scores.share)}"
 
 
 def _on_limit(point: LimitPoint) -> Point:
@@ -151,7 +154,7 @@ def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, lege
     _draw_points(axis, panel.ppo, "o-", color=colors.ppo, label="PPO snapshots" if report.frontier else "PPO")
     if panel.limit:
         _draw_limit(axis, panel.limit, colors.limit)
-    _draw_ring(axis, [*panel.ppo, *panel.between], colors.ring)
+    _draw_ring(axis, [*panel.ppo, *panel.between[1:-1]], colors.ring)  # `between` ends with PPO's last policy
 
     _scale_by_square_root(axis, panel.end)
     axis.set(xlabel="KL from SFT, nats per response (square-root scale)")

@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES
 from rlhf_cli.evaluation import report_text, sample_pairs
 from rlhf_cli.evaluation.kept_step import describe
-from rlhf_cli.evaluation.requirements import requirement_lines
+from rlhf_cli.evaluation.requirements import Requirement, requirements
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_choices import TITLES, choice_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
@@ -67,10 +67,10 @@ def _head(run: Run, found: diagnosis.Diagnosis) -> dict[str, Any]:
     }
 
 
-def _required(run: Run) -> list[tuple[str, bool]]:
+def _required(run: Run) -> list[Requirement]:
     """Return each requirement of eval.yaml, and whether it is met."""
     require = run.stages["eval"].setting("eval.require")
-    return list(requirement_lines(run.outcome, require)) if run.outcome and require else []
+    return list(requirements(run.outcome, require)) if run.outcome and require else []
 
 
 def _agreement(run: Run, judge: str | None) -> str:

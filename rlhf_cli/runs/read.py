@@ -368,8 +368,8 @@ def at_step(run: Run, step: str) -> Run:
     """Return the run with the answers, win rates and samples of a policy: last, recommended (selected) or a number.
 
     Without near-greedy answers, comparisons and interpolations, which an evaluation has for the last policy only. The
-    figures of the recommended policy are of prompts that had no part in the choice. Raises RLHFError C07 for another
-    word, M10 if no evaluation covers the policy or recommends one of PPO.
+    figures of a recommended policy other than the last are of prompts that had no part in the choice. Raises RLHFError
+    C07 for another word, M10 if no evaluation covers the policy or recommends one of PPO.
     """
     require_step(step)
     report = run.report

@@ -143,7 +143,7 @@ class RecommendedPolicy(StrictModel):
 
     @property
     def is_sft(self) -> bool:
-        """Return True if the SFT model is better than what PPO made of it."""
+        """Return True if the SFT model is the one to take."""
         return self.policy == "sft"
 
 

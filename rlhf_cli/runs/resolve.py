@@ -265,13 +265,12 @@ class ResolvedModel:
     @property
     def is_recommended(self) -> bool:
         """Return True if this is the policy that the evaluation recommends."""
-        recommended = self.report.recommended if self.report else None
-        if recommended is None:
+        if self.report is None or self.report.recommended is None:
             return False
+        recommended = self.report.recommended
         if recommended.is_sft:
             return self.model.stage == "sft"
-        step = self.report.selected_step if self.report else None
-        return (self.step, self.share) == (step, recommended.share)
+        return (self.step, self.share) == (self.report.selected_step, recommended.share)
 
     def __str__(self) -> str:
         if self.step is None:
@@ -314,7 +313,11 @@ def resolve_model(run: Path, stage: str | None, step: str | None) -> ResolvedMod
 
     last = ResolvedModel(parent, step=end, last=True, report=report)
     if step in (RECOMMENDED, SELECTED):
-        return _recommended(last, _require_recommended(last, step))
+        recommended = _require_recommended(last, step)
+        if recommended.is_sft and stage == "ppo":
+            text = f"--step {step}: the SFT model is recommended, not a policy of PPO"
+            raise RLHFError("C06", text, hint="--step last takes PPO's last policy")
+        return _recommended(last, recommended)
     if step is None:
         return _by_default(last, is_named=stage is not None or _is_started(run))
     return last if step == LAST else _at_step(last, int(step))
@@ -328,7 +331,8 @@ def _by_default(last: ResolvedModel, *, is_named: bool) -> ResolvedModel:
     others = set(state_steps(last.model.path / SNAPSHOTS)) - {last.step}
     if recommended is None and others:
         which = f"the last policy, after update {last.step}"
-        terminal.say(f"{which}: no evaluation recommends one of {len(others) + 1} (rlhf eval)")
+        again = " --fresh" if last.report else ""  # an older version's evaluation recommends none
+        terminal.say(f"{which}: no evaluation recommends one of {len(others) + 1} (rlhf eval{again})")
     return last
 
 
@@ -337,7 +341,11 @@ def _recommended(last: ResolvedModel, recommended: RecommendedPolicy) -> Resolve
     assert last.report is not None
     terminal.say(f"recommended: {last.report.recommendation}; --step last takes the last policy")
     if recommended.is_sft:
-        return ResolvedModel(sft_of(last.model), step=None, last=True, report=last.report)
+        sft = sft_of(last.model)
+        if sft.stage == FOREIGN:
+            text = f"the evaluation recommends {shown(sft.path)}, which no stage wrote"
+            raise RLHFError("C11", text, hint="take that model as it is, or PPO's last policy: --step last")
+        return ResolvedModel(sft, step=None, last=True, report=last.report)
     assert last.report.selected_step is not None
     return replace(_at_step(last, last.report.selected_step), share=recommended.share)
 
@@ -354,6 +362,12 @@ def _at_step(last: ResolvedModel, number: int) -> ResolvedModel:
         raise RLHFError("C06", text, hint=f"there are {names}; output.snapshots in ppo.yaml keeps more")
     snapshot = replace(last.model, model=state_at(snapshots, number))
     return replace(last, model=snapshot, step=number, last=False)
+
+
+def started_from(ppo: Parent, sft: Parent) -> bool:
+    """Return True if PPO's stage started from this SFT model."""
+    start = ppo.manifest.parents.get("models.sft") if ppo.stage == "ppo" else None
+    return start is not None and start.sha256 == sft.sha256
 
 
 def sft_of(ppo: Parent) -> Parent:

@@ -284,6 +284,15 @@ def test_sft_is_recommended_if_the_best_policy_is_worse_beyond_chance() -> None:
             assert found.over_last is not None and found.over_last["gold"].value > 0.8
 
 
+def test_one_prompt_that_differs_is_no_reason_to_recommend_sft() -> None:
+    """Too few prompts for an interval do not show that a policy is worse."""
+    sft = planted_answers("sft", [0.5] * 40, 0.0)
+    scores = [0.4] + [0.5] * 39
+    policies = [planted_answers("ppo", scores, 4.0, step=8), planted_answers("ppo_step_000004", scores, 2.0, step=4)]
+    policy, _ = selection.choose(policies, sft, list(range(40)), selection.Rule("gold", 10.0))
+    assert policy.step == 4
+
+
 def test_figures_are_of_the_other_half_and_one_policy_is_no_choice() -> None:
     """One policy wins on every prompt that chooses and on no other one: it is chosen, and its figures say so."""
     halves = selection.split_prompts(prompts(40))

@@ -263,8 +263,7 @@ def test_one_advice_per_stage_in_the_order_of_the_stages(run: Path) -> None:
     config["ppo"]["learning_rate"] = 0.003
     begin(run / "ppo", config)
     assert todo(run) == (
-        "What to do first The policy to take is update 10 (the highest mean of gold), not the last policy. rlhf export "
-        "demo exports it. No stage is bad. Worth a look first: reward. An empty answer scores above the chosen answer "
+        "What to do first No stage is bad. Worth a look first: reward. An empty answer scores above the chosen answer "
         "for 50% of 128 prompts. reward (worth a look): add pairs in which an empty answer is rejected, and pairs in "
         "which the good answer three times is rejected: PPO will exploit each of them "
         "ppo (worth a look): lower ppo.learning_rate (here 0.003) or ppo.num_ppo_epochs "

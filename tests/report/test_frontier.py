@@ -26,6 +26,14 @@ def test_the_recommended_policy_has_a_ring() -> None:
     evaluation["selected"]["share"] = 0.7
     root = drawn(frontier.draw_panel, "gold", Report.model_validate(evaluation), frontier.ON_PAGE)
     assert len(list(group(root, "recommended-share-0-7").iter("use"))) == 1
+    del evaluation["selected"]["share"]
+    for has_snapshots in (True, False):
+        last = {**evaluation, "selected_step": 20, "selected": evaluation["selected"] | {"policy": "ppo", "step": 20}}
+        if not has_snapshots:
+            del last["frontier"]
+        root = drawn(frontier.draw_panel, "gold", Report.model_validate(last), frontier.ON_PAGE)
+        assert len(list(group(root, "recommended-update-20").iter("use"))) == 1
+        assert "recommended: the SFT model" not in ElementTree.tostring(root, "unicode")
     del evaluation["selected_step"], evaluation["selected"]
     root = drawn(frontier.draw_panel, "gold", Report.model_validate(evaluation), frontier.ON_PAGE)
     assert "recommended" not in ElementTree.tostring(root, "unicode")

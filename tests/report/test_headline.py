@@ -146,4 +146,4 @@ def test_requirements_are_met_or_not(run: Path) -> None:
     text = words(run)
     assert "1 of 3 requirements of eval.yaml met" in text and "models.ppo.kl is 12.3, required <= 20: met" in text
     assert "win_rate.ppo_vs_sft.gold.value is 0.63, required >= 0.75: not met" in text
-    assert "gone is not a number, required > 1: not met" in text
+    assert "gone is not a number in report.json: not met" in text

@@ -20,6 +20,7 @@ from rlhf_cli.rewards import builtin
 from rlhf_cli.rewards.function import RewardContext, load_function
 from rlhf_cli.rewards.signature import RewardFn, check_columns, missing_column, named_columns
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.resolve import started_from
 from rlhf_cli.stages.common import lifecycle, model_loading, reading
 from rlhf_cli.stages.eval.people_judges import PeopleJudge, read_people
 
@@ -134,8 +135,7 @@ def shares_between(config: EvalConfig, options: Options, parents: Mapping[str, P
     ppo = parents["models.ppo"]
     sft = parents["models.sft"]
     if config.eval.interpolate is None:
-        start = ppo.manifest.parents.get("models.sft") if ppo.stage == "ppo" else None
-        return list(SHARES) if start and start.sha256 == sft.sha256 else []
+        return list(SHARES) if started_from(ppo, sft) else []
 
     if config.eval.interpolate:
         with at_location(config.where("eval.interpolate")):
