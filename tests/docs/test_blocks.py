@@ -42,6 +42,7 @@ RUNS = {
     "docs/frontier.md": "runs/over",
     "docs/labels.md": "runs/demo",
     "docs/quick-start.md": "runs/demo",
+    "docs/recommended-policy.md": "runs/demo",
     "docs/reliability.md": "runs/mine",
     "docs/rounds.md": "runs/demo",
     "docs/scaling.md": "runs/first",

@@ -24,6 +24,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
 
 BASE = "sft"
+LOADING = threading.Lock()  # while transformers loads weights, it patches its classes for all threads
 
 
 class TopK:
@@ -124,7 +125,8 @@ class StandIn:
     def _load_adapter(self, body: Any) -> tuple[int, bytes]:
         if body["lora_name"] in self.models or not Path(body["lora_path"]).is_dir():
             return 400, b"loaded already, or no such folder"
-        adapted = PeftModel.from_pretrained(copy.deepcopy(self.first), body["lora_path"]).eval()
+        with LOADING:
+            adapted = PeftModel.from_pretrained(copy.deepcopy(self.first), body["lora_path"]).eval()
         self.models[body["lora_name"]] = adapted.get_base_model()
         return 200, b"Success: LoRA adapter added successfully."
 
@@ -132,7 +134,8 @@ class StandIn:
         return (200, b"Success") if self.models.pop(body["lora_name"], None) else (404, b"no such adapter")
 
     def _reload(self, body: Any) -> tuple[int, bytes]:
-        self.models[BASE] = AutoModelForCausalLM.from_pretrained(body["kwargs"]["weights_path"]).eval()
+        with LOADING:
+            self.models[BASE] = AutoModelForCausalLM.from_pretrained(body["kwargs"]["weights_path"]).eval()
         return 200, b'{"results": [null]}'
 
     def _set_version(self, body: Any) -> tuple[int, bytes]:
