@@ -129,7 +129,7 @@ def rollout_server(folder: Path, options: Options) -> tuple[list[str], str]:
     line += f" {ROLLOUTS} {max(length, 8192)}"  # at least a whole sequence
     if ppo.models.server_sync == "lora" and ppo.models.adapters:
         line += f" {_lora(ppo.models.adapters.r)} --max-loras 3"
-    return [line + _address(url) for url in engine.urls], missing
+    return [line + _address(url) for url in engine.url], missing
 
 
 def _address(url: str) -> str:

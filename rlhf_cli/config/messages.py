@@ -112,6 +112,8 @@ def _key_path(detail: ErrorDetails, tree: Tree) -> KeyPath:
     path: list[str] = []
     node: Any = tree
     for part in location:
+        if isinstance(node, str):  # one value in place of a list
+            break
         try:
             node = node[part]
         except (KeyError, TypeError):
@@ -150,9 +152,10 @@ def _problem_of(invalid: InvalidKey) -> Problem:
 
 
 def _first_sentence(invalid: InvalidKey) -> str:
-    """Return the first sentence of the key's description."""
-    assert invalid.key
-    return invalid.key.description.partition(". ")[0].rstrip(".")
+    """Return the first sentence of the description of a key, or of the list that an entry is in."""
+    key = invalid.key or key_at(invalid.model, invalid.path[:-1])
+    assert key
+    return key.description.partition(". ")[0].rstrip(".")
 
 
 # Unknown keys

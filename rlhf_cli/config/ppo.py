@@ -16,7 +16,6 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -128,26 +127,29 @@ class RewardSourceSettings(Section):
 ServerAddress = Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+$")]
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _require_different(urls: list[str]) -> list[str]:
+    if len(set(urls)) < len(urls):
+        raise invalid("url names a server twice", "give each server once")
+    return urls
+
+
 class VLLMServerSettings(Section):
     """vLLM servers that generate the responses. They must see the run's folder."""
 
-    url: ServerAddress | Annotated[list[ServerAddress], Field(min_length=1)]
+    url: Annotated[
+        list[ServerAddress],
+        Field(min_length=1),
+        BeforeValidator(_as_list, json_schema_input_type=ServerAddress | list[ServerAddress]),
+        AfterValidator(_require_different),
+    ]
     sync: Literal["lora", "disk"] | None = None
     timeout: PositiveFloat = 600.0
     retries: int = Field(3, ge=0, le=20)
     wait: NonNegativeFloat = 600.0
-
-    @property
-    def urls(self) -> list[str]:
-        """Return the address of each server."""
-        return [self.url] if isinstance(self.url, str) else self.url
-
-    @field_validator("url")
-    @classmethod
-    def _check_urls(cls, url: str | list[str]) -> str | list[str]:
-        if isinstance(url, list) and len(set(url)) < len(url):
-            raise invalid("url names a server twice", "give each server once")
-        return url
 
 
 class ServerEngine(Section):

@@ -152,12 +152,14 @@ def _settings(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of an identity by dotted path, with today's names, without empty tables and unused keys.
 
     An engine of this process is not counted either, unless it is `graph`: auto was hf in older versions; nor are the
-    addresses of servers, which a scheduler chooses.
+    addresses of servers, which a scheduler chooses. No shares are as the default ones: older evaluations had none.
     """
     values = {current_name(key): value for key, value in flatten(identity.get("config", {})).items() if value != {}}
     unused = {"ppo.max_logprob_gap", "models.engine.vllm.url"}
     if identity.get("stage") not in ("ppo", "eval"):
         unused.add("output.snapshots")
+    if values.get("eval.interpolate") in (None, []):
+        unused.add("eval.interpolate")
     if values.get("models.engine") in ("auto", "hf"):
         unused.add("models.engine")
     return {key: value for key, value in values.items() if key not in unused}

@@ -159,7 +159,7 @@ def _rollout_server(configs: Mapping[str, Config], options: Options, choices: La
     if starts_first and isinstance(sft, SFTConfig) and sft.model.adapters:
         text = "--servers: SFT trains adapters, and vLLM needs a whole model"
         raise RLHFError("C11", text, where=sft.where("model.adapters"), hint="train SFT without adapters")
-    return RolloutServer(urlsplit(ppo.models.server.urls[0]).port or SERVER_PORT, starts_first)
+    return RolloutServer(urlsplit(ppo.models.server.url[0]).port or SERVER_PORT, starts_first)
 
 
 def _gpus_per_node(choices: LaunchOptions) -> int:

@@ -169,9 +169,9 @@ def server_urls(section: VLLMServerSettings) -> list[str]:
     """
     text = os.environ.get("RLHF_ROLLOUT_URLS")
     if not text:
-        return section.urls
+        return section.url
     try:
-        return VLLMServerSettings(url=text.split(",")).urls
+        return VLLMServerSettings(url=text.split(",")).url
     except ValueError:
         message = f"RLHF_ROLLOUT_URLS: {text!r}: addresses must differ, without spaces, paths or a final /"
         raise RLHFError("C17", message, hint="for example http://node1:8000,http://node2:8000") from None

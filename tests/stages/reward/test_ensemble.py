@@ -138,7 +138,7 @@ def test_ppo_and_evaluation_score_by_the_members_combined(
     assert {"rewards.reward.model", "rewards.reward.models.2", "rewards.reward.models.3"} <= manifest["parents"].keys()
 
     of_ppo = len(scored)
-    quick = {"n": 8, "modes": ["sampled"], "best_of": [2], "frontier": False}
+    quick = {"n": 8, "modes": ["sampled"], "best_of": [2], "frontier": False, "interpolate": []}
     path = world.config(tmp_path, "eval", models=models, data=data, eval=quick)
     assert "models.reward.members.3" in must_succeed(rlhf("check", path)).stdout
     must_succeed(rlhf("eval", path))
