@@ -78,4 +78,5 @@ def test_a_token_step_waits_for_memory_and_passes_for_products() -> None:
     assert h200["update"] < h100["update"] < 1.2 * h200["update"]
     assert 1.1 * h200["rollout"] < h100["rollout"] < 4.8 / 3.35 * h200["rollout"]
     assert seconds(case, engine="hf")["rollout"] > 2 * h200["rollout"]
-    assert "rollout" not in seconds(case, engine={"vllm": {"url": "http://127.0.0.1:1"}})
+    server = estimate_duration(estimate(case, engine={"vllm": {"url": "http://127.0.0.1:1"}}), None)
+    assert server.is_bound and "rollout" not in server.phases
