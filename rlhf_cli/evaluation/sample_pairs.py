@@ -1,7 +1,7 @@
 """Responses of both policies to one prompt, from the rows of samples.jsonl. Torch-free: `rlhf run` prints them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,9 +23,7 @@ class ResponsePair:
 
     def gain_by(self, judge: str) -> float | None:
         """Return the gain by any judge; None if it did not score both."""
-        before = self.sft["scores"].get(judge)
-        after = self.ppo["scores"].get(judge)
-        return after - before if is_number(before) and is_number(after) else None
+        return _gain(self.sft, self.ppo, judge)
 
     @property
     def change(self) -> tuple[float, float]:
@@ -58,11 +56,18 @@ def response_pairs(samples: Sequence[Sample]) -> list[ResponsePair]:
     pairs = []
     for index in sorted(sft_rows.keys() & ppo_rows.keys()):
         sft = sft_rows[index]
-        pair = ResponsePair(index, sft["prompt"], sft, ppo=ppo_rows[index], gain=0.0)
-        gain = pair.gain_by(judge) if judge else None
+        ppo = ppo_rows[index]
+        gain = _gain(sft, ppo, judge)
         if gain is not None:
-            pairs.append(replace(pair, gain=gain))
+            pairs.append(ResponsePair(index, sft["prompt"], sft, ppo=ppo, gain=gain))
     return pairs
+
+
+def _gain(sft: Sample, ppo: Sample, judge: str | None) -> float | None:
+    """Return by how much a judge scores PPO's response higher; None if it did not score both."""
+    before = sft["scores"].get(judge)
+    after = ppo["scores"].get(judge)
+    return after - before if is_number(before) and is_number(after) else None
 
 
 def _by_index(samples: Sequence[Sample], model: str, mode: str) -> dict[int, Sample]:

@@ -30,6 +30,11 @@ REPLICA_TOLERANCE = 1e-6  # relative, of weight norms: equal processes on equal 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # rank 0 may be writing a large checkpoint while the others wait
 
 
+def part_of(total: int, part: int, parts: int) -> slice:
+    """Return the rows of one of several equal parts, some of which have one row more."""
+    return slice(total * part // parts, total * (part + 1) // parts)
+
+
 @dataclass(frozen=True)
 class ProcessGroup:
     """The processes that train together, seen from one of them.
@@ -64,9 +69,8 @@ class ProcessGroup:
 
     def map_rows(self, total: int, function: Callable[[slice], T]) -> list[T]:
         """Call a function on each rank's slice of `total` rows; return the results of non-empty slices, in order."""
-        start = total * self.rank // self.world_size
-        stop = total * (self.rank + 1) // self.world_size
-        results = self.gather_results(lambda: [function(slice(start, stop))] if start < stop else [])
+        rows = part_of(total, self.rank, self.world_size)
+        results = self.gather_results(lambda: [function(rows)] if rows.start < rows.stop else [])
         return list(chain.from_iterable(results))
 
     def run_on_main(self, function: Callable[[], T]) -> T:

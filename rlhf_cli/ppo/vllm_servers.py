@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
 from rlhf_cli import distributed
 from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.models.parallel import part_of
 from rlhf_cli.ppo.vllm_engine import VLLMEngine
 
 T = TypeVar("T")
@@ -33,12 +33,9 @@ class VLLMServers:
 
     def generate(self, prompts: Prompts) -> Rollout:
         """Draw a response to each prompt: the first block of rows from the first server, and so on."""
-        count = len(self.engines)
-        ends = [len(prompts) * number // count for number in range(count + 1)]
-        blocks = [slice(start, end) for start, end in pairwise(ends)]
 
         def draw(number: int) -> list[Rollout]:
-            rows = blocks[number]
+            rows = part_of(len(prompts), number, len(self.engines))
             return [self.engines[number].generate(prompts.rows(rows))] if rows.start < rows.stop else []
 
         return Rollout.concat([part for parts in self._at_once(draw) for part in parts])

@@ -24,6 +24,7 @@ from rlhf_cli.report.tables import stage_row, total_seconds
 from rlhf_cli.runs.layout import SEEDS_FOLDER, STAGES
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import PolicyScores, Report, WinRate
+from rlhf_cli.runs.resolve import other_member_keys
 from rlhf_cli.runs.settings import between
 from rlhf_cli.statistics import bonferroni_z, wilson_difference
 
@@ -315,9 +316,9 @@ def _judge_model(run: Run, judge: str) -> str:
     key = "models.reward" if judge == "reward" else f"judges.{judge}"
     stage = run.stages["eval"]
     parents = stage.manifest.parents
-    models = [entry.sha256 for name, entry in parents.items() if name == key or name.startswith(f"{key}.members.")]
-    if models:
-        return " ".join(models)
+    if key in parents:
+        keys = [key, *other_member_keys(key, parents).values()]
+        return " ".join(parents[name].sha256 for name in keys)
     return str(stage.setting(f"{key}.openai.model") or stage.setting(key))
 
 

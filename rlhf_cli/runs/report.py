@@ -139,7 +139,7 @@ class RecommendedPolicy(StrictModel):
     distinct_fraction: float | None = None
     judges: dict[str, JudgeMean] | None = None
     win_rate: WinRates | None = None  # over SFT
-    over_last: WinRates | None = None  # over PPO's last policy, if it is another one
+    over_last: WinRates | None = None  # over PPO's last policy, if that is not the recommended one
 
     @property
     def is_sft(self) -> bool:

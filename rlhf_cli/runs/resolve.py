@@ -1,7 +1,7 @@
 """References to models: by the keys of a config, and by the RUN, --stage and --step of a command."""
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -38,6 +38,7 @@ from rlhf_cli.runs.report import RecommendedPolicy, Report, read_report
 LAST = "last"
 RECOMMENDED = "recommended"
 SELECTED = "selected"  # the same
+MEMBERS = ".members."  # between the key of a reward model that evaluates and the number of another member
 DEFAULT_STAGES = MODEL_STAGES[:2]  # the others are resolved on request only
 
 
@@ -93,8 +94,14 @@ def _references_of_evaluation(config: EvalConfig) -> list[Named]:
             found.append((f"judges.{name}", str(judge), ("reward",), None))
             scorers[f"judges.{name}"] = str(judge)
     for key, path in scorers.items():
-        found += [(f"{key}.members.{number}", path, ("reward",), None) for number, path in _other_members(path).items()]
+        found += [(f"{key}{MEMBERS}{number}", path, ("reward",), None) for number, path in _other_members(path).items()]
     return found
+
+
+def other_member_keys(key: str, parents: Iterable[str]) -> dict[str, str]:
+    """Return the keys of an ensemble's members but the first, which has `key` itself, by number."""
+    prefix = f"{key}{MEMBERS}"
+    return {name.removeprefix(prefix): name for name in parents if name.startswith(prefix)}
 
 
 def _references_of_ppo(config: PPOConfig) -> list[Named]:
@@ -277,8 +284,12 @@ class ResolvedModel:
             return shown(self.model.path)
         was_stopped = self.last and self.model.manifest.model_is == "the best step"
         best = ", the best where the run was stopped" if was_stopped else ""
-        share = "" if self.share is None else f" at share {self.share:g} from its SFT model"
-        return f"{shown(self.model.path)} after update {self.step}{best}{share}"
+        return f"{shown(self.model.path)} after update {self.step}{best}{self.place_of_share}"
+
+    @property
+    def place_of_share(self) -> str:
+        """Return where a policy between SFT and PPO is as text; empty for any other model."""
+        return "" if self.share is None else f" at share {self.share:g} from its SFT model"
 
 
 def resolve_model(run: Path, stage: str | None, step: str | None) -> ResolvedModel:

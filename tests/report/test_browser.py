@@ -110,7 +110,7 @@ def test_it_is_whole_without_scripts(known: str, chromium: Any) -> None:
         assert page.locator(".key-figure svg").count() == 3 and page.locator("svg.figure").count() > 20
         assert page.locator("#pairs .pair").count() == 50
         lost = page.locator("#pairs h3#loss ~ .pair h3").first.inner_text()
-        assert lost == "Prompt 0 gold \N{MINUS SIGN}4, reward +2", "both judges are told"
+        assert lost == "Prompt 0 gold \N{MINUS SIGN}4, reward +2", "the gain by both judges"
         assert page.locator("#pairs .pair:visible").count() == 10, "the others are folded"
         assert page.get_by_role("searchbox").count() == 0 and page.get_by_role("button").count() == 0
 

@@ -209,8 +209,8 @@ def _push(chosen: ResolvedModel, target: Path, repository: Repository) -> dict[s
 
     at = f" after PPO update {chosen.step}" if chosen.step is not None else ""
     run_name = chosen.model.path.resolve().parent.name
-    share = "" if chosen.share is None else f" at share {chosen.share:g} from its SFT model"
-    message = f"{chosen.model.stage} of run {run_name}{at}{share}, exported by rlhf-cli {__version__}"
+    which = f"{chosen.model.stage} of run {run_name}{at}{chosen.place_of_share}"
+    message = f"{which}, exported by rlhf-cli {__version__}"
     push = hub.push(target, repository.name, message, public=repository.public, bars=terminal.is_terminal(sys.stderr))
 
     visibility = "private" if push.private else "public"

@@ -247,7 +247,7 @@ function showAnswers(data) {
     }),
   );
   byId("outcome").addEventListener("input", (event) => (order = ORDER_OF[event.target.value] ?? order));
-  pairs.addEventListener("toggle", () => setTimeout(() => highlight(wanted())), true); // after what is folded is drawn
+  pairs.addEventListener("toggle", () => setTimeout(() => highlight(wanted())), true); // after the folded answers are drawn
   byId("tools").hidden = false;
   byId("filters").open = matchMedia("(min-width: 40rem)").matches;
   byId("tools").addEventListener("input", select);

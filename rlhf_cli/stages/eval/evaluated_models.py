@@ -15,6 +15,7 @@ from rlhf_cli.rewards.function import score_texts
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward, RewardModels
 from rlhf_cli.rewards.signature import RewardFn, TextRows
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.resolve import other_member_keys
 from rlhf_cli.stages.common import lifecycle, model_loading, scoring
 from rlhf_cli.stages.common.shared_base import SharedBaseModels
 
@@ -124,13 +125,14 @@ def load_judges(
 
 def _load_model_judge(loaded: EvaluatedModels, policy_text: scoring.PolicyText, key: str) -> RewardModels:
     """Load a reward model that judges, or all members of an ensemble, combined as in PPO."""
-    prefix = f"{key}.members."
-    members = {"1": _load_reward_model(loaded, policy_text, key)}
-    for other in loaded.stage.parents:
-        if other.startswith(prefix):
-            members[other.removeprefix(prefix)] = _load_reward_model(loaded, policy_text, other)
-    if len(members) == 1:
-        return members["1"]
+    first = _load_reward_model(loaded, policy_text, key)
+    others = other_member_keys(key, loaded.stage.parents)
+    if not others:
+        return first
+
+    members = {"1": first}
+    for number, other in others.items():
+        members[number] = _load_reward_model(loaded, policy_text, other)
     source = _source_of_ppo(loaded, loaded.stage.parents[key].path)
     return EnsembleReward(members, source.combine, source.std_coef)
 
@@ -138,9 +140,12 @@ def _load_model_judge(loaded: EvaluatedModels, policy_text: scoring.PolicyText, 
 def _source_of_ppo(loaded: EvaluatedModels, path: Path) -> RewardSourceSettings:
     """Return PPO's reward source with this model, a default one if PPO had none."""
     ppo = loaded.stage.parents["models.ppo"]
-    sources = configs.load("ppo", ppo.path / "config.yaml").rewards.values() if ppo.stage == "ppo" else []
-    used = [source for source in sources if source.model and Path(source.model) == path]
-    return used[0] if used else RewardSourceSettings(model=str(path))
+    if ppo.stage == "ppo":
+        config = configs.load("ppo", ppo.path / "config.yaml")
+        for source in config.rewards.values():
+            if source.model and Path(source.model) == path:
+                return source
+    return RewardSourceSettings(model=str(path))
 
 
 def _load_reward_model(loaded: EvaluatedModels, policy_text: scoring.PolicyText, key: str) -> ModelReward:

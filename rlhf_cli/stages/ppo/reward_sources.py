@@ -4,7 +4,7 @@ With `models.adapters` they share the SFT model's weights with policy and refere
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -165,14 +165,12 @@ def _member_keys(
 
 def check_ensembles(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
     """Raise RLHFError C17 for each key that has no effect, because no source or this one is no ensemble."""
-    collect_errors(
-        *(
-            partial(_member_keys, name, source, parents, config.where)
-            for name, source in config.rewards.items()
-            if f"rewards.{name}.model" in parents
-        ),
-        partial(_check_disagreement, config, parents),
-    )
+    checks: list[Callable[[], object]] = []
+    for name, source in config.rewards.items():
+        if f"rewards.{name}.model" in parents:
+            checks.append(partial(_member_keys, name, source, parents, config.where))
+    checks.append(partial(_check_disagreement, config, parents))
+    collect_errors(*checks)
 
 
 def _check_disagreement(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
