@@ -28,7 +28,7 @@ from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import files_sha256, read_json_object, write_json
 from rlhf_cli.models import load, tokenizers
 from rlhf_cli.progress import Progress
-from rlhf_cli.runs.layout import POLICY_STAGES
+from rlhf_cli.runs.layout import POLICY_STAGES, has_output
 from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.stages.common import reading
 from rlhf_cli.stages.common.model_loading import set_turns
@@ -88,11 +88,12 @@ class LabelInputs:
     answers: int  # to each prompt, as many of each policy
 
 
-def resolve_run(folder: Path) -> tuple[Path, ChatModel]:
-    """Return the folder of the run, and its newest policy."""
-    newest = resolve_policy(folder, None, LAST)
-    run = folder.parent if newest.parent.path == folder else folder
-    return run, newest
+def resolve_run(folder: Path, label_options: LabelOptions) -> tuple[Path, ChatModel]:
+    """Return the folder of the run, and its newest policy: the SFT model's for --from sft, whatever PPO's state is."""
+    run = folder.parent if has_output(folder) else folder
+    if label_options.sources == "sft":
+        return run, resolve_policy(run, "sft", LAST)
+    return run, resolve_policy(folder, None, LAST)
 
 
 def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> LabelInputs:
@@ -102,7 +103,7 @@ def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> 
     """
     if label_options.order not in ORDERS:
         raise RLHFError("C07", f"--order {label_options.order}: not one of {', '.join(ORDERS)}")
-    run, newest = resolve_run(folder)
+    run, newest = resolve_run(folder, label_options)
     ppo = run_config(newest.parent)
     policies = _resolve_policies(run, newest, ppo, label_options)
     answers = _num_answers(policies, label_options)

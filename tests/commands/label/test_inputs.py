@@ -93,6 +93,15 @@ def test_each_model_answers_as_often_as_the_others(run: Path) -> None:
         inputs_of(run, sources=three, answers=4)
 
 
+def test_the_sft_model_answers_while_ppo_is_underway(run: Path) -> None:
+    (run / "ppo").mkdir()
+    (run / "ppo/identity.json").write_text("{}")
+    assert [policy.name for policy in inputs_of(run, sources="sft").policies] == ["sft"]
+    assert inputs_of(run / "sft", sources="sft").run == run
+    with pytest.raises(RLHFError, match="M10"):
+        inputs_of(run)
+
+
 def test_a_judge_that_compares_two_models_has_its_own_folder() -> None:
     assert LabelOptions(compare="sft,ppo").folder_name == "compare"
     assert LabelOptions(compare="sft,ppo", by="judges:short").folder_name == "compare.judges.short"
