@@ -13,6 +13,7 @@ from rlhf_cli import progress
 from rlhf_cli.cli import app
 from rlhf_cli.commands.common.plan.advice import Advice
 from rlhf_cli.commands.common.plan.stage_plan import PhasePlan, StagePlan
+from rlhf_cli.files import file_sha256
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
 GPU = ("--gpu", "80")
@@ -46,7 +47,7 @@ def plan_json(*arguments: str) -> dict[str, dict[str, Any]]:
 
 def planned(*arguments: str) -> dict[str, dict[str, Any]]:
     """Return plan_json, computed once for the same arguments and files."""
-    files = frozenset((str(path), path.read_bytes()) for path in Path().rglob("*") if path.is_file())
+    files = frozenset((str(path), file_sha256(path)) for path in Path().rglob("*") if path.is_file())
     if (arguments, files) not in KNOWN:
         KNOWN[arguments, files] = plan_json(*arguments)
     return KNOWN[arguments, files]

@@ -28,11 +28,11 @@ MALLOC_RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "
 @on_a_cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_the_estimate_is_at_most_a_quarter_above_the_peak(case: str, tmp_path: Path) -> None:
+def test_the_estimate_is_at_most_a_quarter_above_the_peak(case: str, here: Path) -> None:
     """Of the tensors where malloc gives freed memory back, and of the process as it is, which varies."""
-    stage = planned(str(write(CASES[case], tmp_path / "planned")))[CASES[case].stage]
+    stage = planned(str(write(CASES[case], here / "planned")))[CASES[case].stage]
     tensors = max(phase["total"] for phase in stage["phases"]) + OTHER_BYTES
-    peak = measured(CASES[case], tmp_path / "exact", **MALLOC_RETURNS)
+    peak = measured(CASES[case], here / "exact", **MALLOC_RETURNS)
     assert peak > 300e6 and 1.0 <= tensors / peak <= 1.15
-    usual = measured(CASES[case], tmp_path / "usual")
+    usual = measured(CASES[case], here / "usual")
     assert 0.9 <= (tensors + stage["holes"]) / usual <= 1.25
