@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli import runs, terminal
+from rlhf_cli.config.base import Config
 from rlhf_cli.config.ppo import EngineChoice, VLLMServerSettings, engine_name
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, shown
@@ -71,6 +72,11 @@ def best_engine(model: Any, drawing: Drawing, choice: EngineChoice = "auto") -> 
 
 
 # Servers
+
+
+def weights_folder(config: Config, role: str, update: int) -> Path:
+    """Return the folder of weights that a stage's servers load: of the "policy" or the "reference"."""
+    return config.folder / WEIGHTS / role / runs.step_name(update)
 
 
 def announce_servers(stage: str, section: VLLMServerSettings, run: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import data, runs, system, terminal
+from rlhf_cli import data, system, terminal
 from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.models import lora, save
 from rlhf_cli.models.batch import StopTokenId
@@ -63,11 +63,6 @@ def set_rollout_rows(
 
 
 # Servers
-
-
-def server_weights_folder(config: PPOConfig, role: str, update: int) -> Path:
-    """Return the folder of weights that the rollout server loads: of the "policy" or the "reference"."""
-    return config.folder / engines.WEIGHTS / role / runs.step_name(update)
 
 
 @dataclass(frozen=True)
