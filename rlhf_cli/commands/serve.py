@@ -17,6 +17,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, shell_path, shell_word
 from rlhf_cli.models import devices, load
 from rlhf_cli.runs.integrity import verify_parents
+from rlhf_cli.runs.layout import MANIFEST
 from rlhf_cli.runs.model_files import read_adapter
 from rlhf_cli.runs.parents import FOREIGN, Parent
 from rlhf_cli.stages.common import engines, model_loading, reading
@@ -111,7 +112,7 @@ def rollout_server(folder: Path, options: Options) -> tuple[list[str], str]:
     served = _sampling_from_servers(run, ppo)
     if not served:
         raise RLHFError("C11", "the engine needs no server", where=ppo.where("models.engine"), hint="omit --rollouts")
-    is_trained = (ppo.folder / runs.MANIFEST).is_file()
+    is_trained = (ppo.folder / MANIFEST).is_file()
     stage = served[-1 if is_trained else 0]
     server = stage.models.server
     assert server

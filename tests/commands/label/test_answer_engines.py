@@ -40,7 +40,7 @@ def test_graph_draws_the_answers_of_hf(run: Path, monkeypatch: pytest.MonkeyPatc
 def test_servers_draw_the_answers_of_hf_from_two_policies(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = StandIn(AutoModelForCausalLM.from_pretrained(run / "sft/model").eval(), 64)
     must_succeed(ppo(run, "-s", "ppo.total_episodes=8"))
-    two = ("--terminal", "--n", 30, "--from", "sft,ppo", "--answers", 4)
+    two = ("--terminal", "--n", 6, "--from", "sft,ppo")
     monkeypatch.setattr(candidates, "BATCH_PROMPTS", 4)
     must_succeed(label(run, *two))
 
