@@ -122,7 +122,7 @@ class Probe:
         return max(map(len, self.prompts)) + self.response_length
 
     def rows(self) -> Prompts:
-        """Return the first prompts, with seeds of their own."""
+        """Return the first prompts, with seeds for this purpose."""
         first = self.prompts[:PROBE_ROWS]
         return replace(
             Prompts.from_lists(first),
