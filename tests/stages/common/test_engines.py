@@ -1,7 +1,4 @@
-"""One choice of the engine for every stage and command: on a GPU graph, where it can sample from the model.
-
-Modules: `stages/ppo/rollout_engine.py`.
-"""
+"""One choice of the engine for every stage and command: on a GPU graph, where it can sample from the model."""
 
 from types import SimpleNamespace
 
