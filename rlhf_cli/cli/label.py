@@ -28,6 +28,7 @@ EXPORT_TEXT = "Only write the labelled pairs {prompt, chosen, rejected} to FILE;
 IMPORT_TEXT = "Add the labels of a file that the tool of --format exported."
 FORMAT_TEXT = "argilla or labelstudio."
 PORT_TEXT = "Port of the page on 127.0.0.1. Default: a free one."
+SERVERS_TEXT = "The vLLM servers of ppo.yaml's models.engine, or of RLHF_ROLLOUT_URLS, draw the answers."
 OVERLAP_TEXT = "Share of the pairs that all annotators label."
 
 choices = completion.one_of
@@ -42,6 +43,7 @@ def label(
     name: Annotated[str | None, option("--name", "NAME", NAME_TEXT)] = None,
     answers: Annotated[int, option("--answers", "K", ANSWERS_TEXT, min=2, max=16)] = 2,
     order: Annotated[str, option("--order", "ORDER", ORDER_TEXT, choices(("random", "uncertain")))] = "random",
+    servers: Annotated[bool, flag("--servers", SERVERS_TEXT)] = False,
     by: Annotated[str | None, option("--by", "JUDGE", BY_TEXT)] = None,
     at_terminal: Annotated[bool, flag("--terminal", "Label in the terminal, not in the browser.")] = False,
     port: Annotated[int, option("--port", "N", PORT_TEXT, min=0, max=65535)] = 0,
@@ -73,6 +75,7 @@ def label(
         prompts=prompts,
         answers=answers,
         order=order,
+        servers=servers,
         n=n,
         name=name,
         seed=seed,

@@ -7,17 +7,20 @@ import os
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_cli import config, runs, terminal
 from rlhf_cli.config.base import Options
+from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, shell_path, shell_word
-from rlhf_cli.models import load
+from rlhf_cli.models import devices, load
 from rlhf_cli.runs.integrity import verify_parents
+from rlhf_cli.runs.layout import MANIFEST
 from rlhf_cli.runs.model_files import read_adapter
 from rlhf_cli.runs.parents import FOREIGN, Parent
-from rlhf_cli.stages.common import machine, model_loading, reading
-from rlhf_cli.stages.ppo import rollout_engine
+from rlhf_cli.stages.common import engines, model_loading, reading
 
 NAMES = {"ppo": "policy", "sft": "sft", "dpo": "dpo", "reward": "reward"}  # of the models in requests
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
@@ -101,35 +104,57 @@ def _can_load_adapter(model: Parent, base: Parent) -> bool:
 def rollout_server(folder: Path, options: Options) -> tuple[list[str], str]:
     """Return the command of each server of models.engine in RUN/ppo.yaml, and what must run before.
 
-    Raises RLHFError C11 for another engine, and as `config.load`, `runs.open_reference` and `reading.read_prompts`.
+    Once PPO has finished they are those of RUN/eval.yaml, if it names some. Raises RLHFError C11 for another engine,
+    and as `config.load`, `runs.open_reference` and `reading.read_prompts`.
     """
     run = folder.resolve().parent if (folder / "identity.json").is_file() else folder
     ppo = config.load("ppo", run / "ppo.yaml")
-    engine = ppo.models.server
-    if engine is None:
+    served = _sampling_from_servers(run, ppo)
+    if not served:
         raise RLHFError("C11", "the engine needs no server", where=ppo.where("models.engine"), hint="omit --rollouts")
+    is_trained = (ppo.folder / MANIFEST).is_file()
+    stage = served[-1 if is_trained else 0]
+    server = stage.models.server
+    assert server
 
-    sft = runs.open_reference(ppo, runs.references(ppo)[0])
+    sft = runs.open_reference(stage, runs.references(stage)[0])
     verify_parents({sft.key: sft})
     body = load.read_config(sft.model, options.trust_remote_code)
     place, missing = _whole_model(sft)
-    if ppo.models.server_sync == "disk" and body.get_text_config().tie_word_embeddings:  # vLLM would keep the old head
-        untied = rollout_engine.server_weights_folder(ppo, "reference", 0)
-        written = f"rlhf ppo --config {shell_path(ppo.file)} writes it, and waits for the server"
+    sync = server.sync or ("lora" if ppo.models.adapters else "disk")
+    if sync == "disk" and body.get_text_config().tie_word_embeddings:  # vLLM would keep the old head
+        untied = engines.weights_folder(stage, "reference", 0)
+        written = f"rlhf {stage.stage} --config {shell_path(stage.file)} writes it, and waits for the server"
         place = shell_path(untied)
         missing = "" if untied.is_dir() else written
 
-    tokenizer = model_loading.load_tokenizer(ppo, options, sft)
-    response = ppo.ppo.max_response_length
-    keys = sorted(ppo.sources().keys() - {"data.ptx_data"})
-    length = response + max(reading.read_prompts(ppo, key, tokenizer, body, response).longest for key in keys)
-
-    dtype = "bfloat16" if machine.settings_for_this_machine(ppo.ppo).bf16 else "float32"
+    tokenizer = model_loading.load_tokenizer(stage, options, sft)
+    length = max(_longest_row(each, ppo, tokenizer, body) for each in served)
+    dtype = "bfloat16" if devices.use_bf16(getattr(stage, stage.stage).bf16) else "float32"
     line = f"{VARIABLES} vllm serve {place} --served-model-name sft --dtype {dtype} --max-model-len {length}"
     line += f" {ROLLOUTS} {max(length, 8192)}"  # at least a whole sequence
-    if ppo.models.server_sync == "lora" and ppo.models.adapters:
+    if sync == "lora" and ppo.models.adapters:
         line += f" {_lora(ppo.models.adapters.r)} --max-loras 3"
-    return [line + _address(url) for url in engine.url], missing
+    return [line + _address(url) for url in server.url], missing
+
+
+def _sampling_from_servers(run: Path, ppo: PPOConfig) -> list[PPOConfig | EvalConfig]:
+    """Return the configs of a run that name servers: of PPO, and of the evaluation."""
+    stages: list[PPOConfig | EvalConfig] = [ppo]
+    if (run / "eval.yaml").is_file():
+        evaluation = config.load("eval", run / "eval.yaml")
+        assert isinstance(evaluation, EvalConfig)
+        stages.append(evaluation)
+    return [stage for stage in stages if stage.models.server]
+
+
+def _longest_row(stage: PPOConfig | EvalConfig, ppo: PPOConfig, tokenizer: Any, body: Any) -> int:
+    """Return the tokens of a stage's longest prompt and of its longest response."""
+    response = ppo.ppo.max_response_length
+    if isinstance(stage, EvalConfig) and stage.eval.response_length:
+        response = stage.eval.response_length
+    keys = ["data.prompts"] if isinstance(stage, EvalConfig) else sorted(stage.sources().keys() - {"data.ptx_data"})
+    return response + max(reading.read_prompts(stage, key, tokenizer, body, response).longest for key in keys)
 
 
 def _address(url: str) -> str:

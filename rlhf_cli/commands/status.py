@@ -191,9 +191,7 @@ def _notes(run: Run) -> list[str]:
     lines = []
     for name, stage in run.all_stages.items():
         if stage.process:
-            left_s = stage.progress.left_s
-            remaining = "" if left_s is None else f"; about {duration(left_s)} left"
-            lines.append(f"{name:<8} {stage.process}{remaining}")
+            lines.append(f"{name:<8} {stage.process}{_process_progress(stage)}")
         elif stage.reasons:
             lines.append(f"{name:<8} {'; '.join(stage.reasons)}")
         if stage.unread:
@@ -210,6 +208,17 @@ def _notes(run: Run) -> list[str]:
     return lines
 
 
+def _process_progress(stage: Stage) -> str:
+    """Return when a stage will end; of a process elsewhere also when it wrote last: it may have been killed."""
+    progress = stage.progress
+    text = ""
+    if stage.process and stage.process.is_elsewhere and progress.changed:
+        text += f", last wrote {ago(time.time() - progress.changed)}"
+    if progress.left_s is not None:
+        text += f"; about {duration(progress.left_s)} left"
+    return text
+
+
 def _next_line(run: Run, following: NextAction) -> str:
     """Return the line on what `rlhf run` would do, and why."""
     command = run_command(run.folder)
@@ -219,8 +228,11 @@ def _next_line(run: Run, following: NextAction) -> str:
         first += f" (and {len(problems) - 1} more)"
 
     if following.action == "wait":
-        names = " and ".join(name for name, stage in run.all_stages.items() if stage.process)
-        return f"next: wait for {names}; {command} would be refused until then"
+        processes = {name: stage.process for name, stage in run.all_stages.items() if stage.process}
+        names = " and ".join(processes)
+        hosts = " and ".join(dict.fromkeys(each.host for each in processes.values() if each.is_elsewhere))
+        end = f", or until its process on {hosts} has ended, which cannot be seen from here" if hosts else ""
+        return f"next: wait for {names}; {command} would be refused until then{end}"
     if following.action == "refused" and run.bases and {problem.code for problem in problems} <= MISSING_MODEL_CODES:
         base_commands = dict.fromkeys(f"rlhf run {shell_path(stage.folder.parent)}" for stage in run.bases)
         return f"next: {'; '.join(base_commands)}, which {shown(run.folder)} starts from; then {command}"

@@ -10,7 +10,7 @@ from rlhf_cli.config.base import Config, FolderPath, JudgePath, ModelPath, Name
 from rlhf_cli.config.judges import OpenAIJudge
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.machinery.section import AtLeastTwo, InsideUnitInterval, Section, invalid
-from rlhf_cli.config.ppo import BUILTINS, VERIFIERS
+from rlhf_cli.config.ppo import BUILTINS, VERIFIERS, EngineChoice, VLLMServerSettings, server_of
 from rlhf_cli.config.sections import Dtype, EvalData
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import did_you_mean
@@ -33,6 +33,12 @@ class EvalModels(Section):
     previous: ModelPath | None = None
     dtype: Dtype = "auto"
     attn_implementation: str | None = None
+    engine: EngineChoice = "auto"
+
+    @property
+    def server(self) -> VLLMServerSettings | None:
+        """Return the server that generates the responses, None if this process does."""
+        return server_of(self.engine)
 
 
 def _comparison(value: Any) -> Any:
@@ -238,8 +244,13 @@ class EvalConfig(Config):
                 raise invalid(text, "set models.reward, or add a function or built-in judge", key)
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity and output.snapshots of PPO, whose policies the frontier shows; None if unknown."""
+        """Return the keys that can change the result, and output.snapshots of PPO, whose policies the frontier shows.
+
+        An evaluation by other servers is the same. The snapshots are None if unknown.
+        """
         tree = super().identity()
+        if self.models.server:
+            tree["models"]["engine"] = "vllm"
         of_ppo = read_json_object(Path(self.models.ppo) / "identity.json")
         tree["snapshots_of_ppo"] = at(of_ppo, "config.output.snapshots")
         for name in self.pairwise_judges:

@@ -158,6 +158,23 @@ class ServerEngine(Section):
     vllm: VLLMServerSettings
 
 
+EngineChoice = Literal["auto", "hf", "graph"] | ServerEngine
+
+
+def server_of(engine: EngineChoice) -> VLLMServerSettings | None:
+    """Return the servers that generate the responses, None if this process does."""
+    return engine.vllm if isinstance(engine, ServerEngine) else None
+
+
+def engine_name(engine: EngineChoice, *, gpu: bool, sharded: bool = False) -> Literal["hf", "graph", "vllm"]:
+    """Return the name of the engine that a choice is on a GPU or a CPU."""
+    if isinstance(engine, ServerEngine):
+        return "vllm"
+    if engine == "auto":
+        return "graph" if gpu and not sharded else "hf"
+    return engine
+
+
 class PPOModelSettings(Section):
     """Models of PPO. RUN is the run folder."""
 
@@ -169,13 +186,13 @@ class PPOModelSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_implementation: str | None = None
     adapters: LoRA | None = None
-    engine: Literal["auto", "hf", "graph"] | ServerEngine = "auto"
+    engine: EngineChoice = "auto"
     compile: Literal["auto"] | bool = "auto"
 
     @property
     def server(self) -> VLLMServerSettings | None:
         """Return the server that generates the responses, None if this process does."""
-        return self.engine.vllm if isinstance(self.engine, ServerEngine) else None
+        return server_of(self.engine)
 
     @property
     def server_sync(self) -> Literal["lora", "disk"]:
@@ -650,11 +667,7 @@ class PPOConfig(TrainingConfig):
 
     def engine_name(self, *, gpu: bool) -> Literal["hf", "graph", "vllm"]:
         """Return the name of the rollout engine on a GPU or a CPU."""
-        if isinstance(self.models.engine, ServerEngine):
-            return "vllm"
-        if self.models.engine == "auto":
-            return "graph" if gpu and not self.ppo.fsdp else "hf"
-        return self.models.engine
+        return engine_name(self.models.engine, gpu=gpu, sharded=bool(self.ppo.fsdp))
 
     @model_validator(mode="before")
     @classmethod

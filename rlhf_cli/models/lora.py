@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
@@ -381,6 +382,17 @@ def scale_adapters(model: Any, share: float) -> None:
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             layer.scale_layer(share)
+
+
+def copy_scaled(source: Path, folder: Path, share: float) -> None:
+    """Write the adapter in `source` to `folder`, with `share` of what it adds to its base; not exact for DoRA."""
+    tensors = load_file(source / ADAPTER_WEIGHTS)
+    for name, tensor in tensors.items():
+        if ".lora_B." in name:
+            tensor *= share
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    shutil.copyfile(source / ADAPTER_CONFIG, folder / ADAPTER_CONFIG)
 
 
 def merge_and_unload(model: Any) -> Any:

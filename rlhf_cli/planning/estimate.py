@@ -345,7 +345,7 @@ def added_weights(model: ModelSize) -> int:
 
 def _evaluation_phases(config: EvalConfig, models: Models, inputs: StageInputs) -> list[Phase]:
     weights = sum(added_weights(model) for model in models.values())
-    return memory.evaluation_phases(
+    rollout, scoring = memory.evaluation_phases(
         policies=[model for model in models.values() if not model.scorer],
         judges=[model for model in models.values() if model.scorer],
         weights=weights,
@@ -353,6 +353,7 @@ def _evaluation_phases(config: EvalConfig, models: Models, inputs: StageInputs) 
         total=inputs.sampled,
         lengths=inputs.data.lengths,
     )
+    return [scoring] if config.models.server else [rollout, scoring]
 
 
 # What is in memory through a stage

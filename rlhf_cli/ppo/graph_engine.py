@@ -147,6 +147,7 @@ class GraphEngine(HFEngine):
         width = -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         if (bucket, width) in self.steps:
             return self.steps[bucket, width]
+        self.steps = {shape: step for shape, step in self.steps.items() if shape[1] >= width}  # rows may come by length
 
         device = self.model.device.type
         autocast = partial(torch.autocast, device, dtype=torch.bfloat16, enabled=bool(self.bf16))

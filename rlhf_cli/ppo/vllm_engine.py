@@ -42,6 +42,7 @@ PLAIN_SAMPLING = {  # what a server may do besides temperature, switched off; it
     "skip_special_tokens": False,
 }
 T = TypeVar("T")
+Weights = tuple[str, Path]  # version and folder
 
 
 class ServerLostError(Exception):
@@ -210,7 +211,7 @@ class VLLMEngine:
 
     server: VLLMClient
     ref: Any
-    write: Callable[[str, int], tuple[str, Path]]  # ("policy" or "reference", update) -> version, folder of weights
+    write: Callable[[str, int], Weights | None]  # those of the "policy" or the "reference" after an update
     probe: Prompts
     stop_token_id: StopTokenId
     pad_token_id: int
@@ -223,12 +224,18 @@ class VLLMEngine:
     computing: Lock = field(default_factory=Lock)  # held while the models compute
     policy: Any = None  # of the last sync
     update: int = 0
-    weights: tuple[str, Path] = ("", Path())  # version and folder of what the server should have
+    weights: Weights | None = None  # that it should have; None: what it was started with
     served: str = ""  # name of the model that has them; "" before a sync
     noise: float | None = None  # gap of the reference's weights, in nats per token
     before: list[Drawn] = field(default_factory=list)  # of the check before
+    stage: str = "ppo"  # for messages
+    names: Sequence[str] = ()  # of the policies, by the number of their sync; those of PPO are steps
+    probe_temperature: float = field(init=False)  # responses may be drawn at another one
     name: ClassVar[str] = "vllm"
     deterministic: ClassVar[bool] = False  # by the server's seeds: batches of another size round differently
+
+    def __post_init__(self) -> None:
+        self.probe_temperature = self.temperature
 
     def generate(self, prompts: Prompts) -> Rollout:
         """Draw a response to each prompt."""
@@ -236,8 +243,9 @@ class VLLMEngine:
         def draw() -> Rollout:
             if not self.served:
                 self._load()
-            rollout = self._draw(self.served, prompts)
-            self.server.require_version(self.weights[0])
+            rollout = self._draw(self.served, prompts, self.temperature)
+            if self.weights:
+                self.server.require_version(self.weights[0])
             return rollout
 
         return self._retry(draw)
@@ -251,23 +259,22 @@ class VLLMEngine:
             self.start(update, self.reference_weights())
         self.load(update, policy, self.write("policy", update))
 
-    def reference_weights(self) -> tuple[str, Path] | None:
+    def reference_weights(self) -> Weights | None:
         """Write the weights of the reference, which a server of whole weights may start from; None for adapters."""
         return self.write("reference", 0) if self.server.sync == "disk" else None
 
-    def start(self, update: int, weights: tuple[str, Path] | None) -> None:
+    def start(self, update: int, weights: Weights | None) -> None:
         """Measure how far the server's log-probs are from the trainer's for the weights of the reference."""
         self.update = update
 
         def measure() -> None:
             self.server.wait(self.max_wait)
             self.server.read_models(self.longest_row)
-            name = self.server.load(*weights) if weights else self.server.served
-            self.noise = self._check(name, self.ref, self.max_gap)
+            self.noise = self._check(self._send(weights), self.ref, self.max_gap)
 
         self._retry(measure)
 
-    def load(self, update: int, policy: Any, weights: tuple[str, Path]) -> None:
+    def load(self, update: int, policy: Any, weights: Weights | None) -> None:
         """Make the server load the policy's written weights, and check that it has them."""
         self.update = update
         self.policy = policy
@@ -287,9 +294,8 @@ class VLLMEngine:
                 problem = str(error)
                 self.served = ""
                 wait = f"{self.max_wait:.0f} s"
-                self.report(
-                    f"the server at {self.server.url} {problem}; ppo waits up to {wait}, and sends the weights again"
-                )
+                waits = f"{self.stage} waits up to {wait}, and sends the weights again"
+                self.report(f"the server at {self.server.url} {problem}; {waits}")
                 self.server.wait(self.max_wait)
                 self.server.read_models(self.longest_row)
         raise self.server.error(f"{problem} ({MAX_ATTEMPTS} attempts)")
@@ -297,19 +303,23 @@ class VLLMEngine:
     def _load(self) -> None:
         """Load `weights` and check them."""
         assert self.noise is not None
-        served = self.server.load(*self.weights)
+        served = self._send(self.weights)
 
         least = max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise)
         limit = min(self.max_gap, least)
         self._check(served, self.policy, limit)
         self.served = served
 
+    def _send(self, weights: Weights | None) -> str:
+        """Make the server load weights; return the name of the model that has them."""
+        return self.server.load(*weights) if weights else self.server.served
+
     def _check(self, name: str, model: Any, limit: float) -> float:
         """Draw the probe and compare the server's log-probs with those of `model`; return the gap in nats per token.
 
         Raises RLHFError R19 for the weights of the check before, a gap above `limit`, draws of another distribution.
         """
-        rollout = self._draw(name, self.probe).to(model.device)
+        rollout = self._draw(name, self.probe, self.probe_temperature).to(model.device)
         with self.computing:
             drawn = [self._read_row(model, rollout, row) for row in range(len(rollout))]
         if self.before and _has_old_weights(drawn, self.before):
@@ -333,7 +343,9 @@ class VLLMEngine:
 
     def _error(self, text: str) -> RLHFError:
         """Return RLHFError R19."""
-        text = f"step {self.update + 1}: the server at {self.server.url} {text}; nothing was trained on its draws"
+        place = self.names[self.update] if self.names else f"step {self.update + 1}"
+        consequence = "none of its draws is used" if self.names else "nothing was trained on its draws"
+        text = f"{place}: the server at {self.server.url} {text}; {consequence}"
         return RLHFError("R19", text, hint="the same command resumes; docs/engines.md has the causes")
 
     def _read_row(self, model: Any, rollout: Rollout, row: int) -> Drawn:
@@ -345,7 +357,7 @@ class VLLMEngine:
         with torch.no_grad(), devices.autocast(bf16=self.bf16, on=model.device):
             logits = forward.response_logits(model, micro_batch)  # (N, V)
 
-        scaled = logits.float() / self.temperature
+        scaled = logits.float() / self.probe_temperature
         log_p = scaled.log_softmax(-1)
         logprobs = log_p.gather(1, micro_batch.response_ids[:, None])[:, 0]
 
@@ -363,13 +375,13 @@ class VLLMEngine:
             variance=variance.cpu(),
         )
 
-    def _draw(self, name: str, prompts: Prompts) -> Rollout:
+    def _draw(self, name: str, prompts: Prompts, temperature: float) -> Rollout:
         """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""
         limit = prompts.response_length
         rows = [ids[mask].tolist() for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
         options = {
             "model": name,
-            "temperature": self.temperature,
+            "temperature": temperature,
             "max_tokens": limit,
             "stop_token_ids": stop_ids(self.stop_token_id),
         }

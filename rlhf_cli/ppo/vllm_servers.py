@@ -31,6 +31,16 @@ class VLLMServers:
         for engine in self.engines:
             engine.computing = computing
 
+    @property
+    def temperature(self) -> float:
+        """The temperature of the responses."""
+        return self.engines[0].temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        for engine in self.engines:
+            engine.temperature = value
+
     def generate(self, prompts: Prompts) -> Rollout:
         """Draw a response to each prompt: the first block of rows from the first server, and so on."""
 

@@ -41,8 +41,13 @@ class LockOwner(BaseModel):
     started: float | None = None  # of the process, in seconds after the start of the machine
     inode: int  # of the lock file: a copy of a folder that is being written has another
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return True for a process of another machine: whether it has ended cannot be seen from here."""
+        return self.host != platform.node()
+
     def __str__(self) -> str:
-        place = "" if self.host == platform.node() else f" on {self.host}"
+        place = f" on {self.host}" if self.is_elsewhere else ""
         return f"process {self.pid}{place}, for {duration(max(0.0, time.time() - self.since))}"
 
 
@@ -172,7 +177,7 @@ def _note(folder: Path, record: str) -> None:
 
 def _is_running(owner: LockOwner) -> bool:
     """Return True unless the process has ended; one that began at another time has only its number."""
-    if owner.host != platform.node():
+    if owner.is_elsewhere:
         return True
     try:
         process = psutil.Process(owner.pid)

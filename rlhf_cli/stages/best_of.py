@@ -25,6 +25,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages.common import held_out, lifecycle, model_loading, scoring, trainable_model, training_rows
+from rlhf_cli.stages.common.engines import Drawing, best_engine
 from rlhf_cli.stages.common.scoring import warn_pad_is_end_token
 from rlhf_cli.stages.common.shared_base import SharedBaseModels
 
@@ -140,14 +141,15 @@ def load_sampler(
     model_loading.place_frozen(policy, bf16=bf16)
     stop_id = model_loading.stop_token_id(tokenizer, parent, policy.get_input_embeddings().weight.shape[0])
 
-    engine = HFEngine(
-        policy,
+    drawing = Drawing(
+        "sft",
         stop_id,
         tokenizer.pad_token_id,
         temperature=config.best_of.temperature,
-        batch_size=config.best_of.per_device_batch_size,
         bf16=bf16,
+        batch_size=config.best_of.per_device_batch_size,
     )
+    engine = best_engine(policy, drawing)
     policy_text = scoring.PolicyText(parent, tokenizer, stop_id, prompts)
     reward = _load_reward(config, stage, policy, policy_text, bf16=bf16)
     return BestOfSampler(config.best_of, config.seed, tokenizer, engine, reward)

@@ -329,6 +329,9 @@ def test_the_chain_is_planned_before_any_stage_ran(three: Path) -> None:
     assert list(stages) == ["sft", "reward", "ppo", "eval"]
     assert stages["ppo"]["parameters"]["policy"] == stages["sft"]["parameters"]["policy"]
     assert stages["eval"]["response_tokens"] == stages["ppo"]["response_tokens"] == 24
+    served = ("eval.yaml", "-s", "models.engine={vllm: {url: 'http://127.0.0.1:1'}}", "--flops", "1e9")
+    assert [phase["name"] for phase in planned(*served)["eval"]["phases"]] == ["judge"]
+    assert "without the rollouts of the server" in plan(*served).stdout
     assert ppo()["parameters"] == stages["ppo"]["parameters"]  # with sft.yaml beside it
     assert not (three / "sft").exists()
 

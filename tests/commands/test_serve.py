@@ -10,6 +10,7 @@ import yaml
 from adapter_folder import run as run_stage
 from bad_inputs import replace
 from chat_run import PROMPTS
+from ppo_folder import EVAL, lines, write
 from run_cli import is_one_error, must_succeed, python, rlhf
 from transformers import AutoTokenizer
 
@@ -70,6 +71,28 @@ def test_whole_policies_and_refusals(trained_folder: Path, monkeypatch: pytest.M
     Path("ppo/manifest.json").unlink()
     assert is_one_error(rlhf("serve", "ppo"), "M10", "ppo is not finished")
     assert is_one_error(rlhf("serve", "sft_model"), "M01", "sft_model holds neither ppo/ nor sft/ of a run")
+
+
+def test_the_servers_of_an_evaluation(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They serve PPO's longest rows, too; once PPO has finished they are those of eval.yaml."""
+    monkeypatch.chdir(trained_folder)
+    set_sync(".", "disk")
+    settings = {"n": 4, "best_of": [], "response_length": 50}
+    models = {**EVAL["models"], "engine": {"vllm": {"url": "http://127.0.0.1:8102"}}}
+    write(Path(), "eval", {**EVAL, "models": models, "eval": settings})
+    line = served(".", "--rollouts")
+    assert line.endswith("--port 8102\n") and "vllm serve sft_model " in line
+    tokenizer = AutoTokenizer.from_pretrained("sft_model")
+    prompt = max(len(tokenizer(row["prompt"])["input_ids"]) for row in lines(Path("heldout.jsonl")))
+    assert f"--max-model-len {prompt + 50} " in line
+
+    replace("sft_model/config.json", '"tie_word_embeddings": false', '"tie_word_embeddings": true')
+    writes = "rlhf eval --config eval.yaml writes it, and waits for the server"
+    assert "vllm serve eval/engine/reference/step_000000 " in served(".", "--rollouts", says=writes)
+
+    Path("ppo/manifest.json").unlink()
+    writes = "rlhf ppo --config ppo.yaml writes it, and waits for the server"
+    assert served(".", "--rollouts", says=writes).endswith("--port 8101\n")
 
 
 def test_adapters_of_a_policy_and_a_whole_reward_model(chat_origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:

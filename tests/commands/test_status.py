@@ -23,13 +23,14 @@ from report_run import change, metrics, write_run
 from rlhf_cli import runs
 from rlhf_cli.commands import status as status_table
 from rlhf_cli.config.sft import SFTSettings
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import files_sha256
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.pipeline.headline import headline
 from rlhf_cli.pipeline.load import load_all
 from rlhf_cli.pipeline.status import find_runs
 from rlhf_cli.runs import identity, layout
-from rlhf_cli.runs.locks import lock_path
+from rlhf_cli.runs.locks import lock_folder, lock_path
 from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.progress import read_stage_at_work
 from rlhf_cli.runs.read import Progress, Stage
@@ -232,6 +233,33 @@ def test_a_running_stage_has_its_process_and_the_time_left(run: Path, writer: su
     ppo = status_of(run)["stages"]["ppo"]
     assert (ppo["state"], ppo["step"], ppo["process"], ppo["left_s"]) == ("stopped", 4, None, None)
     assert "stopped, saved at step 4 of 8" in rlhf("status", run)
+
+
+def test_a_stage_of_another_machine_is_running_and_may_have_been_killed(
+    run: Path, writer: subprocess.Popen[bytes]
+) -> None:
+    """The lock tells the truth to who takes it, on both machines; `rlhf status` takes none."""
+    unfinished(run, "ppo", *metrics(4), saved=4)
+    lock = lock_path(run.resolve() / "ppo")
+    lock.write_text(json.dumps(json.loads(lock.read_text()) | {"host": "node1", "pid": 2**22 + 1}))
+    os.utime(run / "ppo/metrics.jsonl", (time.time() - 7300,) * 2)
+    os.utime(run / "ppo/identity.json", (time.time() - 9000,) * 2)
+
+    says = "next: wait for ppo; rlhf run run would be refused until then, or until its process on node1 has ended, "
+    for process in ("lives", "was killed"):
+        found = status_of(run)
+        assert (found["stages"]["ppo"]["process"]["host"], found["next"]["action"]) == ("node1", "wait"), process
+        lines = rlhf("status", run).splitlines()
+        (line,) = (line for line in lines if line.startswith("ppo      process 4194305 on node1, for "))
+        assert ", last wrote 2 h ago" in line and lines[-1].startswith(says)
+        if process == "lives":
+            with pytest.raises(RLHFError, match=r"C15.*process 4194305 on node1, for "):
+                lock_folder(run.resolve() / "ppo")
+            writer.kill()
+            writer.wait()
+    lock_folder(run.resolve() / "ppo")  # the next command goes on
+    runs.release()
+    assert status_of(run)["stages"]["ppo"]["state"] == "stopped"
 
 
 @pytest.mark.parametrize("parts", [1, 3, 4])

@@ -43,6 +43,17 @@ def test_rows_that_have_ended_leave_the_batch():
     assert len(batches) > 1
 
 
+def test_a_wider_step_frees_the_narrower_ones():
+    """Callers that draw rows by length need no longer keep the caches of the shorter ones."""
+    subject = engine(GraphEngine)
+    subject._step(4, 60)
+    subject._step(2, 60)
+    subject._step(4, 100)
+    assert set(subject.steps) == {(4, 128)}
+    subject._step(4, 60)
+    assert set(subject.steps) == {(4, 128), (4, 64)}
+
+
 class Watch(TorchDispatchMode):
     """Records operations that wait for the device, and the shapes of all results."""
 

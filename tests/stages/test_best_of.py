@@ -18,8 +18,10 @@ from rlhf_cli import data
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.load import load_causal_lm
+from rlhf_cli.ppo.graph_engine import GraphEngine
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.best_of import select_best
+from rlhf_cli.stages.common import engines
 
 BEST_OF = {"n": 5, "reward": "reward_model", "response_length": 8, "temperature": 1.0, "per_device_batch_size": 16}
 CONFIG: dict[str, Any] = {
@@ -80,6 +82,25 @@ def test_it_trains_on_the_answers_that_transformers_scores_highest(straight: tup
         assert answers[row]["completion_ids"] == drawn[best]
         found = answers[row]["score"], answers[row]["mean_score"]
         assert found == pytest.approx((scores[best], fmean(scores)), abs=1e-4)
+
+
+@pytest.mark.full
+def test_on_a_gpu_graph_draws_the_same_answers(
+    run_folder: Path, straight: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(run_folder, "sft", CONFIG)
+    monkeypatch.setattr(engines, "engine_name", lambda *_, **__: "graph")
+    shapes = []
+    real = GraphEngine._step
+
+    def step(engine: GraphEngine, rows: int, width: int) -> Any:
+        shapes.append(rows)
+        return real(engine, rows, width)
+
+    monkeypatch.setattr(GraphEngine, "_step", step)
+    must_succeed(sft(run_folder, "sft.max_steps=1"))
+    ours, plain = (lines(folder / "sft/best_of.jsonl") for folder in (run_folder, straight[0]))
+    assert shapes and [row["completion_ids"] for row in ours] == [row["completion_ids"] for row in plain]
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_cli import data, terminal
 from rlhf_cli.commands.common.models import ChatModel, ReplyScorer
+from rlhf_cli.commands.label.answer_engines import AnswerEngines
 from rlhf_cli.commands.label.session import Pair
 from rlhf_cli.data.labels import CANDIDATES
 from rlhf_cli.data.sampling import derive_seed
@@ -20,7 +21,6 @@ from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import append_rows, appended_rows, repair_end, sync
 from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout
-from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import RolloutReward
 from rlhf_cli.rewards.model import EnsembleReward, RetokenizingReward
@@ -72,17 +72,19 @@ class CandidateSampler:
     """Draws the answers, `per_prompt` to a prompt, from the policies in turn; the scorer's sources score them."""
 
     policies: Sequence[ChatModel]
+    engines: AnswerEngines
     scorer: ReplyScorer
     prompts: Sequence[data.Prompt]
-    temperature: float
     response_length: int
     per_prompt: int
     seed: int
-    batch_size: int
 
     def draw(self, rows: Sequence[int]) -> list[Candidate]:
         """Return the candidates of some prompts. The tokens of an answer depend on seed, draw and row alone."""
-        drawn = [self._draw_one(rows, number) for number in range(self.per_prompt)]
+        numbers = range(self.per_prompt)
+        by_policy = sorted(numbers, key=lambda number: number % len(self.policies))  # servers get one after the other
+        rollouts = {number: self._draw_one(rows, number) for number in by_policy}
+        drawn = [rollouts[number] for number in numbers]
         scores = [self._scores(rollout) for rollout in drawn]
         texts = [rollout.texts(self.scorer.tokenizer)[1] for rollout in drawn]
 
@@ -92,7 +94,7 @@ class CandidateSampler:
                 row=row,
                 prompt=self.prompts[row].text,
                 answers=[answers[place] for answers in texts],
-                sources=[self._policy(number).name for number in range(self.per_prompt)],
+                sources=[self._policy(number).name for number in numbers],
                 ended=[bool(rollout.ended[place]) for rollout in drawn],
                 scores={name: [each[name][place] for each in scores] for name in scores[0]},
             )
@@ -105,16 +107,11 @@ class CandidateSampler:
         seeds = tuple(derive_seed(self.seed, "label", draw, row) for row in rows)
         prompts = Prompts.of([self.prompts[row] for row in rows])
         keyed = replace(prompts, seeds=seeds, response_length=self.response_length)
-        rollout = self._engine(self._policy(number)).generate(keyed)
+        rollout = self.engines.draw(self._policy(number), keyed)
         return replace(rollout, records=prompts.records)
 
     def _policy(self, number: int) -> ChatModel:
         return self.policies[number % len(self.policies)]
-
-    def _engine(self, policy: ChatModel) -> HFEngine:
-        pad_token_id = self.scorer.tokenizer.pad_token_id or 0
-        stop_token_id = self.scorer.stop_token_id
-        return HFEngine(policy.weights, stop_token_id, pad_token_id, self.temperature, batch_size=self.batch_size)
 
     def _scores(self, rollout: Rollout) -> dict[str, list[float]]:
         """Return the scores of the run's reward models, of an ensemble those of each member."""

@@ -15,6 +15,7 @@ from rlhf_cli.commands.common.models import (
     resolve_policy,
     run_config,
 )
+from rlhf_cli.commands.label.answer_engines import AnswerEngines, LocalAnswers, open_servers
 from rlhf_cli.commands.label.candidates import CandidateSampler
 from rlhf_cli.commands.label.prompts import evaluation, held_out_prompts, labelled_before, without_held_out
 from rlhf_cli.config.base import Options
@@ -26,11 +27,12 @@ from rlhf_cli.data.sampling import prompt_batch
 from rlhf_cli.data.texts import prompt_key
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import files_sha256, read_json_object, write_json
-from rlhf_cli.models import load, tokenizers
+from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.layout import POLICY_STAGES, has_output
 from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.stages.common import reading
+from rlhf_cli.stages.common.engines import Drawing
 from rlhf_cli.stages.common.model_loading import set_turns
 
 NO_PROMPTS = "none"  # of a run without ppo.yaml
@@ -49,6 +51,7 @@ class LabelOptions:
     n: int = 100
     name: str | None = None
     seed: int = 0
+    servers: bool = False
     annotators: str = "me"
     overlap: float = 0.2
     by: str | None = None
@@ -105,6 +108,9 @@ def read_inputs(folder: Path, label_options: LabelOptions, options: Options) -> 
         raise RLHFError("C07", f"--order {label_options.order}: not one of {', '.join(ORDERS)}")
     run, newest = resolve_run(folder, label_options)
     ppo = run_config(newest.parent)
+    if label_options.servers and ppo.models.server is None:
+        hint = "set models.engine: {vllm: {url: ...}} there, or omit --servers"
+        raise RLHFError("C11", "--servers: the run's ppo.yaml names none", where=ppo.where("models.engine"), hint=hint)
     policies = _resolve_policies(run, newest, ppo, label_options)
     answers = _num_answers(policies, label_options)
     first = policies[0].parent
@@ -187,8 +193,11 @@ def _prompt_config(run: Path, config: PPOConfig, label_options: LabelOptions) ->
     return config
 
 
-def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Options) -> CandidateSampler:
-    """Load the policies, and for `--order uncertain` the run's reward models. Raises RLHFError as `load_weights`."""
+def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Options, folder: Path) -> CandidateSampler:
+    """Load the policies, and for `--order uncertain` the run's reward models. Raises RLHFError as `load_weights`.
+
+    `folder` is that of the labels.
+    """
     config = inputs.config
     rewards = []
     if label_options.scores:
@@ -197,22 +206,51 @@ def load_sampler(inputs: LabelInputs, label_options: LabelOptions, options: Opti
             raise RLHFError("C11", "--order uncertain needs a reward model: the run has none", hint="--order random")
 
     policies = inputs.policies
-    with Progress("label", len(policies) + len(rewards), "model", brief=True) as bar:
-        load_weights(policies, inputs.tokenizer, config, options, bar)
+    base = _served_base(inputs) if label_options.servers else policies[0]
+    loaded = policies if base in policies else [*policies, base]
+    with Progress("label", len(loaded) + len(rewards), "model", brief=True) as bar:
+        load_weights(loaded, inputs.tokenizer, config, options, bar)
         scorer = load_scorer(config, policies[0], inputs.tokenizer, rewards, options, bar)
     if scorer.missing:
         raise RLHFError("C11", f"--order uncertain: {scorer.missing[0]}", hint="--order random")
     settings = config.ppo
+    drawing = Drawing(
+        "label",
+        scorer.stop_token_id,
+        inputs.tokenizer.pad_token_id or 0,
+        temperature=settings.temperature,
+        bf16=devices.use_bf16(None),
+        batch_size=settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size,
+    )
+    engines: AnswerEngines = LocalAnswers(drawing)
+    if label_options.servers:
+        engines = open_servers(
+            config,
+            drawing,
+            policies,
+            base,
+            prompts=[prompt.ids for prompt in inputs.prompts],
+            folder=folder,
+            tokenizer=inputs.tokenizer,
+        )
     return CandidateSampler(
         policies=policies,
+        engines=engines,
         scorer=scorer,
         prompts=inputs.prompts,
-        temperature=settings.temperature,
         response_length=settings.max_response_length,
         per_prompt=inputs.answers,
         seed=label_options.seed,
-        batch_size=settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size,
     )
+
+
+def _served_base(inputs: LabelInputs) -> ChatModel:
+    """Return the SFT model, with which servers of adapters were started."""
+    policies = inputs.policies
+    sft = next((policy for policy in policies if policy.name == "sft"), None)
+    reference = sft or open_reference(inputs.config, policies[0])
+    assert reference is not None, "only an SFT model has no reference"
+    return reference
 
 
 def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions) -> None:
@@ -228,6 +266,7 @@ def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions
         "temperature": inputs.config.ppo.temperature,
         "response_length": inputs.config.ppo.max_response_length,
         "scores": label_options.scores,
+        "engine": "vllm" if label_options.servers else None,
     }
     path = folder / SETTINGS
     recorded = read_json_object(path)
@@ -236,7 +275,7 @@ def keep_settings(folder: Path, inputs: LabelInputs, label_options: LabelOptions
         raise RLHFError("D20", text, hint="restore the file, or give another --name to draw new answers")
     if recorded is None:
         purpose = {} if label_options.compare is None else {COMPARES: True}
-        write_json(path, settings | purpose)
+        write_json(path, {key: value for key, value in settings.items() if value is not None} | purpose)
         return
     for key, value in settings.items():
         if recorded.get(key) != value:

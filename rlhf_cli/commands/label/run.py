@@ -108,11 +108,14 @@ def _draw(folder: Path, inputs: LabelInputs, label_options: LabelOptions, option
     candidates = CandidateFile(folder, inputs.rows)
     needed = label_options.n * (POOL if label_options.scores else 1)
     if candidates.lacks(needed):
-        sampler = label_inputs.load_sampler(inputs, label_options, options)
+        sampler = label_inputs.load_sampler(inputs, label_options, options, folder)
         names = " and ".join(model.name for model in inputs.policies)
         answer = "answers" if len(inputs.policies) == 1 else "answer"
         terminal.say(f"label    {names} {answer} {len(inputs.rows)} prompts at most, {inputs.answers} answers each")
-        candidates.extend(sampler, needed)
+        try:
+            candidates.extend(sampler, needed)
+        finally:
+            sampler.engines.close()
     report_unusable(candidates.candidates)
     return candidates
 

@@ -14,6 +14,7 @@ from rlhf_cli.commands.common.plan.inputs import ModelResolver
 from rlhf_cli.commands.common.plan.run_plan import PlanOptions, RunPlan, plan_run
 from rlhf_cli.commands.common.plan.stage_plan import StagePlan
 from rlhf_cli.config.base import Config, Options
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.distributed import CHECKPOINT_RATE, SECONDS_TO_STOP
@@ -47,13 +48,14 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class RolloutServer:
-    """The vLLM servers of models.engine in ppo.yaml.
+    """The vLLM servers of models.engine in ppo.yaml, and of eval.yaml if it names some.
 
     `starts_first`: they serve a model that exists before PPO starts. Otherwise PPO writes it and waits for them.
     """
 
     port: int
     starts_first: bool
+    stages: Sequence[str]  # that sample from them
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,12 @@ def _rollout_server(configs: Mapping[str, Config], options: Options, choices: La
     if starts_first and isinstance(sft, SFTConfig) and sft.model.adapters:
         text = "--servers: SFT trains adapters, and vLLM needs a whole model"
         raise RLHFError("C11", text, where=sft.where("model.adapters"), hint="train SFT without adapters")
-    return RolloutServer(urlsplit(ppo.models.server.url[0]).port or SERVER_PORT, starts_first)
+    evaluation = configs.get("eval")
+    stages = ["ppo"]
+    if isinstance(evaluation, EvalConfig) and evaluation.models.server:
+        stages.append("eval")
+    port = urlsplit(ppo.models.server.url[0]).port or SERVER_PORT
+    return RolloutServer(port, starts_first, stages)
 
 
 def _gpus_per_node(choices: LaunchOptions) -> int:

@@ -127,7 +127,7 @@ def _assumptions(plan: StagePlan) -> str:
     text = ", with all responses at their limit"
     if plan.mean_response_tokens:
         text = f", with responses of {plan.mean_response_tokens:.0f} tokens as PPO measured"
-    if plan.stage == "ppo" and "rollout" not in plan.step_seconds:
+    if plan.stage in ("ppo", "eval") and "rollout" not in plan.step_seconds:
         text += ", without the rollouts of the server"
     return text
 

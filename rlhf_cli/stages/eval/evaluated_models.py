@@ -81,14 +81,15 @@ class EvaluatedModels:
             return policy.requires_grad_(False).eval()
         if share is None:
             return self._load(parent)
-        return self._load_interpolated(parent, share)
+        return model_loading.place_frozen(self.whole_policy(parent, share), bf16=self.bf16)
 
-    def _load_interpolated(self, parent: Parent, share: float) -> Any:
-        """Return SFT + share * (policy - SFT), with its own weights."""
+    def whole_policy(self, parent: Parent, share: float | None = None) -> Any:
+        """Return a policy with its own weights, adapters merged, on the CPU."""
         policy = self._read(parent)
-        sft = self._read(self.sft_parent) if self.bf16 else self.sft  # in bfloat16 the SFT model is rounded by now
-        interpolation.interpolate(policy, sft, share)
-        return model_loading.place_frozen(policy, bf16=self.bf16)
+        if share is not None:
+            sft = self._read(self.sft_parent) if self.bf16 else self.sft  # in bfloat16 the SFT model is rounded by now
+            interpolation.interpolate(policy, sft, share)
+        return policy
 
     def _load(self, parent: Parent) -> Any:
         """Return a frozen model on the device."""

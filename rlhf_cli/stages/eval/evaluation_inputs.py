@@ -25,6 +25,7 @@ from rlhf_cli.stages.common import lifecycle, model_loading, reading
 from rlhf_cli.stages.eval.people_judges import PeopleJudge, read_people
 
 MAX_GROUPS = 20  # values of `eval.by`
+MAX_LOGPROB_GAP: float = PPOSettings.model_fields["max_logprob_gap"].default
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class EvaluationInputs:
     shares: list[float]  # of policies between SFT and PPO
     missing_eos_penalty: float
     people: dict[str, PeopleJudge]
+    max_logprob_gap: float  # of a server
 
 
 def load_inputs(config: EvalConfig, stage: lifecycle.StageRun) -> EvaluationInputs:
@@ -78,6 +80,7 @@ def load_inputs(config: EvalConfig, stage: lifecycle.StageRun) -> EvaluationInpu
         shares=shares,
         missing_eos_penalty=missing_eos_penalty(settings),
         people=read_people(config, stage.parents, usable),
+        max_logprob_gap=settings.max_logprob_gap if settings else MAX_LOGPROB_GAP,
     )
 
 

@@ -1,11 +1,11 @@
 """Sampling and scoring of an evaluation's policies."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from rlhf_cli.models import devices, forward
 from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
-from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.rewards.model import RewardModels, model_scores
 from rlhf_cli.rewards.signature import TextRows
@@ -33,7 +32,9 @@ from rlhf_cli.stages.eval.evaluated_models import (
 )
 from rlhf_cli.stages.eval.evaluation_inputs import EvaluationInputs
 from rlhf_cli.stages.eval.people_judges import PeopleJudge
+from rlhf_cli.stages.eval.policy_engines import Engine, PolicyEngines, open_engines
 
+T = TypeVar("T")
 NEAR_GREEDY_TEMPERATURE = 0.01  # TRL 1.12's evaluation generations
 
 
@@ -67,9 +68,9 @@ def evaluate_policies(config: EvalConfig, stage: lifecycle.StageRun, inputs: Eva
     _announce_limit(config, len(inputs.prompts))
 
     num_rounds = sum(len(policy.modes) for policy in policies) + config.eval.draws
-    with Progress("eval", num_rounds, "round") as bar:
-        evaluated = _evaluate_each(policies, loaded, evaluator, bar)
-        draws = _draw_from_sft(config, loaded, evaluator, bar)
+    with open_engines(loaded, inputs, policies) as engines, Progress("eval", num_rounds, "round") as bar:
+        evaluated = _evaluate_each(policies, engines, evaluator, bar)
+        draws = _draw_from_sft(config, engines, evaluator, bar)
     best_of_n = [select_best_of_n(draws[:n]) for n in config.eval.best_of]
     return Evaluated(
         responses=evaluated + best_of_n,
@@ -96,31 +97,37 @@ def _announce_limit(config: EvalConfig, num_prompts: int) -> None:
 
 
 def _evaluate_each(
-    policies: Sequence[EvaluatedPolicy], loaded: EvaluatedModels, evaluator: "PolicyEvaluator", bar: Progress
+    policies: Sequence[EvaluatedPolicy], engines: PolicyEngines, evaluator: "PolicyEvaluator", bar: Progress
 ) -> list[EvalResponses]:
     """Return the responses of each policy in each of its modes."""
+    loaded = engines.loaded
     evaluated = []
     for each in policies:
         policy = loaded.sft if each.name == "sft" else loaded.policy(each.parent, each.share)
+        engine = engines.engine(each.name, each.parent, policy, each.share)
         for mode in each.modes:
-            responses = evaluator.evaluate(each.name, mode, policy, loaded.sft)
+            responses = evaluator.evaluate(each.name, mode, policy, loaded.sft, engine)
             evaluated.append(replace(responses, step=each.step, share=each.share))
             bar.advance(note=f"{each.name} {mode}")
-        del policy  # before the next one is loaded
+        del policy, engine  # before the next one is loaded
     return evaluated
 
 
 def _draw_from_sft(
-    config: EvalConfig, loaded: EvaluatedModels, evaluator: "PolicyEvaluator", bar: Progress
+    config: EvalConfig, engines: PolicyEngines, evaluator: "PolicyEvaluator", bar: Progress
 ) -> list[EvalResponses]:
     """Return the SFT policy's draws for best of n, and then those for the limit: by the reward alone, without texts."""
+    if not config.eval.draws:
+        return []
+    sft = engines.loaded.sft
+    engine = engines.engine("sft", engines.loaded.sft_parent, sft)
     for_best_of = max(config.eval.best_of, default=0)
     draws = []
     for draw in range(1, config.eval.draws + 1):
         is_for_best_of = draw <= for_best_of
         if draw == for_best_of + 1:
             evaluator = replace(evaluator, judges={"reward": evaluator.judges["reward"]})
-        responses = evaluator.evaluate("sft", "sampled", loaded.sft, loaded.sft, draw=draw)
+        responses = evaluator.evaluate("sft", "sampled", sft, sft, engine, draw=draw)
         draws.append(responses if is_for_best_of else replace(responses, prompts=[], responses=[]))
         bar.advance(note=f"best of {draw}" if is_for_best_of else f"limit {draw}")
     return draws
@@ -137,8 +144,17 @@ class PolicyEvaluator:
     judges: dict[str, JudgeFn | RewardModels]
     process_group: ProcessGroup
 
-    def evaluate(self, name: str, mode: str, policy: Any, sft: Any, draw: int = 0) -> EvalResponses:
-        """Sample and score one response per prompt.
+    def evaluate(
+        self,
+        name: str,
+        mode: str,
+        policy: Any,
+        sft: Any,
+        engine: Engine,
+        *,
+        draw: int = 0,
+    ) -> EvalResponses:
+        """Sample one response per prompt by `engine`, which draws from the policy, and score them.
 
         Seeds derive from (seed, mode, draw, row) and are the same for every policy, so that comparisons are paired.
         Model judges score each rank's own rows; functions are called once, by the first rank, with all rows.
@@ -149,9 +165,9 @@ class PolicyEvaluator:
             seeds=tuple(seeds),
             response_length=self.sampling.response_length,
         )
-        sampled = self.process_group.map_rows(
-            len(prompts), lambda part: self._sample(name, mode, policy, sft, prompts.rows(part))
-        )
+        engine.temperature = self._temperature(mode)
+        sampled = self._map_responses(engine, prompts, partial(self._judge, name, mode, policy, sft))
+        engine.release_memory()
         responses = concat_responses([part for part, _ in sampled])
         ids = list(chain.from_iterable(part_ids for _, part_ids in sampled))
 
@@ -184,26 +200,31 @@ class PolicyEvaluator:
         _require_finite(answers.model, scores)
         return replace(answers, scores=scores)
 
-    def _sample(
+    def _temperature(self, mode: str) -> float:
+        return self.sampling.temperature if mode == "sampled" else NEAR_GREEDY_TEMPERATURE
+
+    def _map_responses(self, engine: Engine, prompts: Prompts, function: Callable[[Rollout], T]) -> list[T]:
+        """Call a function on each rank's part of the engine's responses; return the results in order.
+
+        A server draws all rows for the first rank: its draws depend on the batch.
+        """
+        group = self.process_group
+        if engine.deterministic:
+            return group.map_rows(len(prompts), lambda part: function(engine.generate(prompts.rows(part))))
+        rollout = group.run_on_main(lambda: engine.generate(prompts)).to(devices.device())
+        return group.map_rows(len(prompts), lambda part: function(rollout.rows(part)))
+
+    def _judge(
         self,
         name: str,
         mode: str,
         policy: Any,
         sft: Any,
-        prompts: Prompts,
+        rollout: Rollout,
     ) -> tuple[EvalResponses, list[list[int]]]:
-        """Sample responses and score them with the judges that are models; return the responses' token ids, too."""
+        """Score responses with the judges that are models; return the responses' token ids, too."""
         settings = self.config.eval
-        temperature = self.sampling.temperature if mode == "sampled" else NEAR_GREEDY_TEMPERATURE
-        engine = HFEngine(
-            policy,
-            self.sampling.stop_token_id,
-            self.tokenizer.pad_token_id or 0,
-            temperature=temperature,
-            batch_size=settings.per_device_batch_size,
-            bf16=settings.bf16,
-        )
-        rollout = engine.generate(prompts)
+        temperature = self._temperature(mode)
         rows = TextRows.of(rollout, self.tokenizer)
 
         kl = None

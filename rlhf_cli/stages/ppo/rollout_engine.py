@@ -1,60 +1,42 @@
-"""The rollout engine of a PPO run: one of this process, or a server that gets the policy's weights."""
+"""The rollout engine of a PPO run: one of this process, or servers that get the policy's weights."""
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import data, runs, system, terminal
-from rlhf_cli.config.ppo import PPOConfig, PPOSettings, VLLMServerSettings
-from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import files_sha256, json_sha256
-from rlhf_cli.http_client import HTTPClient
-from rlhf_cli.models import devices, lora, save
-from rlhf_cli.models.batch import Prompts, StopTokenId
+from rlhf_cli import data, system, terminal
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings
+from rlhf_cli.models import lora, save
+from rlhf_cli.models.batch import StopTokenId
+from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.planning import fits
-from rlhf_cli.ppo import graph_engine
-from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
-from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
-from rlhf_cli.ppo.vllm_servers import VLLMServers
 from rlhf_cli.runs.parents import Parent
-
-# Prompts and response tokens by which each sync of a rollout server is checked.
-PROBE_ROWS = 16
-PROBE_TOKENS = 32
+from rlhf_cli.stages.common import engines
+from rlhf_cli.stages.common.engines import Drawing
 
 
-def engine_class(config: PPOConfig, policy: Any) -> type[HFEngine]:
-    """Return the class of models.engine; hf, with a line that says why, for a model that graph cannot sample from."""
-    if config.engine_name(gpu=devices.device().type == "cuda") == "hf":
-        return HFEngine
-    reason = graph_engine.reason_against(policy)
-    if reason:
-        terminal.say(f"ppo      models.engine: hf instead of graph for this {policy.config.model_type} model: {reason}")
-        return HFEngine
-    return graph_engine.GraphEngine
-
-
-def local_engine(
-    kind: type[HFEngine],
-    model: Any,
-    settings: PPOSettings,
-    tokenizer: Any,
-    stop_token_id: StopTokenId,
-) -> HFEngine:
-    """Return an engine of this process that samples from `model` as the run's settings say."""
-    return kind(
-        model,
+def drawing(settings: PPOSettings, tokenizer: Any, stop_token_id: StopTokenId) -> Drawing:
+    """Return how a run draws its responses."""
+    return Drawing(
+        "ppo",
         stop_token_id,
         tokenizer.pad_token_id or 0,
         temperature=settings.temperature,
-        batch_size=settings.local_rollout_forward_batch_size,
         bf16=settings.bf16,
+        batch_size=settings.local_rollout_forward_batch_size,
     )
+
+
+def local_engine(config: PPOConfig, policy: Any, how: Drawing, loading: ProcessGroup) -> HFEngine:
+    """Return the engine of models.engine that samples from the policy in this process."""
+    choice = config.models.engine
+    sharded = bool(config.ppo.fsdp)
+    kind = loading.run_on_main(lambda: engines.engine_class(choice, policy, "ppo", sharded=sharded))
+    return engines.local_engine(kind, policy, how)
 
 
 def set_rollout_rows(
@@ -80,36 +62,20 @@ def set_rollout_rows(
     terminal.say(f"ppo      {fitting.rows} of {episodes} responses are generated at a time: what fits in {size}")
 
 
-# A server
-
-
-def server_weights_folder(config: PPOConfig, role: str, update: int) -> Path:
-    """Return the folder of weights that the rollout server loads: of the "policy" or the "reference"."""
-    return config.folder / "engine" / role / runs.step_name(update)
+# Servers
 
 
 @dataclass(frozen=True)
-class ServerWeights:
-    """Writes the weights that the rollout server loads to RUN/ppo/engine; keeps those of the last three updates."""
+class PolicyWeights:
+    """Writes the weights of the policy or the reference as servers load them."""
 
     config: PPOConfig
     policy: Any  # with adapters the peft model
     ref: Any
     tokenizer: Any
 
-    def __call__(self, role: str, update: int) -> tuple[str, Path]:
-        """Write the weights of the "policy" or the "reference"; return their version and folder.
-
-        A version is the name of one content: run, update and hash.
-        """
-        folder = server_weights_folder(self.config, role, update)
-        path = runs.commit_state(folder.parent, folder.name, lambda path: self._write(role, path), keep=3).resolve()
-        content = files_sha256(sorted(path.glob("*.safetensors")))
-        run_hash = json_sha256(str(path.parents[1]))
-        return f"{run_hash[:8]}-{role}-update-{update}-{content[:8]}", path
-
-    def _write(self, role: str, path: Path) -> None:
-        """Write the weights of one role, as the server loads them."""
+    def __call__(self, role: str, path: Path) -> None:
+        """Write the weights of one role."""
         if role != "policy":
             save.save_untied(self.ref, self.tokenizer, path)
         elif self.config.models.server_sync == "lora":
@@ -120,58 +86,22 @@ class ServerWeights:
             save.save_untied(self.policy, self.tokenizer, path)
 
 
-def server_engine(
-    config: PPOConfig,
-    weights: ServerWeights,
-    prompts: list[list[int]],
-    stop_token_id: StopTokenId,
-    *,
-    bf16: bool,
-) -> VLLMEngine | VLLMServers:
+def server_engine(config: PPOConfig, write: PolicyWeights, prompts: Sequence[list[int]], how: Drawing) -> RolloutEngine:
     """Return the engine of models.engine.vllm. Its probe are some of the run's prompts. Raises RLHFError C17."""
-    section = config.models.server
     settings = config.ppo
+    section = config.models.server
     assert section
-    urls = server_urls(section)
-    text = f"{' and '.join(urls)} generate the responses; `rlhf serve {shown(config.run)} --rollouts`"
-    terminal.say(f"ppo      {text} prints the command of a server")
-
-    probe_rows = prompts[:PROBE_ROWS]
-    probe = replace(
-        Prompts.from_lists(probe_rows),
-        seeds=tuple(derive_seed(config.seed, "probe", row) for row in range(len(probe_rows))),
-        response_length=min(PROBE_TOKENS, settings.max_response_length),
-    )
-    engines = []
-    for url in urls:
-        engine = VLLMEngine(
-            server=VLLMClient(url, config.models.server_sync, HTTPClient(section.timeout, section.retries)),
-            ref=weights.ref,
-            write=weights,
-            probe=probe,
-            stop_token_id=stop_token_id,
-            pad_token_id=weights.tokenizer.pad_token_id or 0,
-            temperature=settings.temperature,
-            bf16=bf16,
+    engines.announce_servers("ppo", section, config.run)
+    return engines.server_engine(
+        section,
+        config.models.server_sync,
+        how,
+        weights=engines.ServerWeights(config.folder / engines.WEIGHTS, write),
+        probe=engines.Probe(
+            write.ref,
+            prompts,
+            settings.max_response_length,
+            seed=config.seed,
             max_gap=settings.max_logprob_gap,
-            max_wait=section.wait,
-            longest_row=max(map(len, prompts)) + settings.max_response_length,
-            report=lambda text: terminal.say(f"ppo      {text}"),
-        )
-        engines.append(engine)
-    return engines[0] if len(engines) == 1 else VLLMServers(engines)
-
-
-def server_urls(section: VLLMServerSettings) -> list[str]:
-    """Return the addresses of the servers: those in RLHF_ROLLOUT_URLS, which a scheduler sets, or of the config.
-
-    Raises RLHFError C17 for a variable that is no list of addresses with commas between them.
-    """
-    text = os.environ.get("RLHF_ROLLOUT_URLS")
-    if not text:
-        return section.url
-    try:
-        return VLLMServerSettings(url=text.split(",")).url
-    except ValueError:
-        message = f"RLHF_ROLLOUT_URLS: {text!r}: addresses must differ, without spaces, paths or a final /"
-        raise RLHFError("C17", message, hint="for example http://node1:8000,http://node2:8000") from None
+        ),
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_cli import config as configs
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.ppo import PPOConfig, PPOSettings, check_num_shared_layers
+from rlhf_cli.config.ppo import PPOConfig, check_num_shared_layers
 from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.models import compiled, devices, hub, load, lora, row_trial, sharding
 from rlhf_cli.models.batch import StopTokenId, stop_ids
@@ -18,7 +18,7 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages.common import machine, model_loading, scoring
+from rlhf_cli.stages.common import engines, machine, model_loading, scoring
 from rlhf_cli.stages.common.shared_base import SharedBaseModels
 from rlhf_cli.stages.ppo import prompt_rows, reward_sources, rollout_engine, sft_answers
 from rlhf_cli.stages.ppo.sft_answers import SFTAnswers
@@ -95,15 +95,13 @@ def load_components(
     cache.check_probes()
 
     # Engine and trainer.
-    engine = _build_engine(
-        config,
-        settings,
-        models,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        stop_id=stop_id,
-        loading=loading,
-    )
+    drawing = rollout_engine.drawing(settings, tokenizer, stop_id)
+    engine: RolloutEngine
+    if config.models.server:
+        weights = rollout_engine.PolicyWeights(config, models.saved, models.ref, tokenizer)
+        engine = rollout_engine.server_engine(config, weights, [prompt.ids for prompt in prompts], drawing)
+    else:
+        engine = rollout_engine.local_engine(config, models.policy, drawing, loading)
     num_updates = settings.num_updates(len(prompts))
     value = cache.value_model(models.policy)
     if not settings.offload and not settings.fsdp:
@@ -122,7 +120,7 @@ def load_components(
         seed=config.seed,
         process_group=process_group,
     )
-    ref_engine = rollout_engine.local_engine(HFEngine, models.ref, settings, tokenizer, stop_id)
+    ref_engine = engines.local_engine(HFEngine, models.ref, drawing)
     if config.reward_judges:
         answers = SFTAnswers(config.folder / sft_answers.FILE, trainer, ref_engine, tokenizer)
         reward_sources.set_baseline(trainer.rewards, answers)
@@ -207,25 +205,6 @@ def _check_shared_layers(config: PPOConfig, policy: Any, ref: Any) -> None:
     except ValueError as error:
         hint = "remove ppo.num_shared_layers, or lower it to that of the policy's own training"
         raise RLHFError("C17", f"models.policy: {error}", where=config.where("models.policy"), hint=hint) from error
-
-
-def _build_engine(
-    config: PPOConfig,
-    settings: PPOSettings,
-    models: PolicyModels,
-    *,
-    tokenizer: Any,
-    prompts: list[data.Prompt],
-    stop_id: StopTokenId,
-    loading: ProcessGroup,
-) -> RolloutEngine:
-    """Return the engine of models.engine."""
-    if config.models.server:
-        weights = rollout_engine.ServerWeights(config, models.saved, models.ref, tokenizer)
-        prompt_ids = [prompt.ids for prompt in prompts]
-        return rollout_engine.server_engine(config, weights, prompt_ids, stop_id, bf16=bool(settings.bf16))
-    kind = loading.run_on_main(lambda: rollout_engine.engine_class(config, models.policy))
-    return rollout_engine.local_engine(kind, models.policy, settings, tokenizer, stop_id)
 
 
 def _compile(trainer: PPOTrainer, scorers: list[Any]) -> None:

@@ -15,10 +15,10 @@ from rlhf_cli.evaluation.length_bias import LengthTrend
 from rlhf_cli.models import devices, load, save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.parallel import ProcessGroup
-from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import lifecycle, model_loading, scoring, trainable_model, trl_training
+from rlhf_cli.stages.common.engines import Drawing, best_engine
 from rlhf_cli.stages.common.training_rows import PairRows
 from rlhf_cli.stages.reward.scores import raw_scores, use_bf16
 
@@ -115,14 +115,15 @@ def sample_answers(
         length = max(1, min(length, room))
 
     stop_id = model_loading.stop_token_id(tokenizer, parent, model.get_input_embeddings().weight.shape[0])
-    engine = HFEngine(
-        model,
+    drawing = Drawing(
+        "reward",
         stop_id,
         tokenizer.pad_token_id,
         temperature=1.0,
-        batch_size=SAMPLING_BATCH_SIZE,
         bf16=use_bf16(config),
+        batch_size=SAMPLING_BATCH_SIZE,
     )
+    engine = best_engine(model, drawing)
     seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(prompts)))
     batch = replace(
         Prompts.from_lists(prompts, tokenizer.pad_token_id),

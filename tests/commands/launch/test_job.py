@@ -68,6 +68,17 @@ def test_servers_are_the_last_nodes_and_ready_before_the_trainers(three: Path) -
     assert start < health < text.index("start --nodes=2 --relative=0")
 
 
+def test_servers_are_started_again_for_an_evaluation_that_samples_from_them(three: Path) -> None:
+    replace("ppo.yaml", "scorer}", "scorer, engine: {vllm: {url: http://127.0.0.1:8123}}}")
+    three.joinpath("eval.yaml").write_text(
+        "models: {reward: scorer, engine: {vllm: {url: http://127.0.0.1:8123}}}\ndata: {prompts: rows.jsonl}\n"
+    )
+    for engine in ("slurm", "jobset"):
+        text = launched(engine, ".", "--nodes", 3, "--servers", 1, "--gpus", 2, *H100)
+        assert '[[ $stage = ppo || $stage = eval ]] && [ ! -e "$run/$stage/manifest.json" ]' in text
+        assert ("$stage/engine/reference/step_000000" if engine == "slurm" else "$run/eval/engine/reference") in text
+
+
 REFUSALS: dict[str, tuple[str, list[Any], str]] = {
     "unknown engine": ("C07", ["slrum", "."], "did you mean slurm?"),
     "no run": ("C09", ["slurm", "nowhere"], "no such folder: nowhere"),

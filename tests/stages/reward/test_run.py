@@ -24,7 +24,8 @@ from rlhf_cli.models import forward, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.load import load_reward_model
 from rlhf_cli.models.parallel import SINGLE_PROCESS
-from rlhf_cli.stages.common import trainable_model, training_rows
+from rlhf_cli.ppo.graph_engine import GraphEngine
+from rlhf_cli.stages.common import engines, trainable_model, training_rows
 from rlhf_cli.stages.reward import normalize
 from rlhf_cli.statistics import share_interval
 from tests.conftest import World
@@ -103,7 +104,7 @@ def test_it_learns_the_preference_and_writes_a_plain_folder_and_every_metric(
 
 
 def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1(
-    world: World, finished: RewardConfig
+    world: World, finished: RewardConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, manifest = finished, manifest_of(finished)
     scorer = load_reward_model(config.folder / "model").eval()
@@ -121,6 +122,8 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
     rollout = Rollout.from_lists([prompt for prompt, _ in cut], [answer for _, answer in cut])
     scores = forward.rollout_scores(scorer, rollout, max_rows=8)
     assert (float(scores.mean()), float(scores.std(correction=0))) == pytest.approx((0, 1), abs=1e-4)
+    monkeypatch.setattr(engines, "engine_class", lambda *_: GraphEngine)  # as on a GPU
+    assert normalize.sample_answers(config, sft_model, parent, tokenizer, rows, SINGLE_PROCESS) == sampled
 
 
 @pytest.mark.parametrize("normalize", ["sft", "none"])

@@ -1,0 +1,102 @@
+"""Servers that draw from several policies: one after the other gets its weights, and each sync is checked."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_cli import runs
+from rlhf_cli.config.ppo import VLLMServerSettings
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.files import remove
+from rlhf_cli.models import lora, save
+from rlhf_cli.ppo.vllm_engine import Weights
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages.common import engines
+from rlhf_cli.stages.common.engines import Drawing, Probe, ServerWeights
+
+Sync = Literal["lora", "disk"]
+
+
+@dataclass(frozen=True)
+class ServedPolicy:
+    """A policy that servers can get."""
+
+    name: str
+    parent: Parent
+    model: Any  # in this process
+    read_whole: Callable[[], Any]  # returns it with its own weights, adapters merged
+    share: float | None = None  # of the way from SFT to the policy
+
+
+def choose_sync(section: VLLMServerSettings, sft: Parent, policies: Sequence[tuple[str, Parent]], where: str) -> Sync:
+    """Return how servers get policies: by default as adapters if they are adapters of `sft`.
+
+    Raises RLHFError C17 for `sync: lora` and a policy that is no adapter.
+    """
+    others = [(name, parent) for name, parent in policies if name != "sft"]
+    whole = [name for name, parent in others if not runs.is_adapter_of(parent, sft)]
+    if section.sync == "lora" and whole:
+        text = f"sync: lora sends adapters of models.sft, and {whole[0]} is not one"
+        raise RLHFError("C17", text, where=where, hint="set disk, and start the servers without --enable-lora")
+    return section.sync or ("lora" if others and not whole else "disk")
+
+
+class ServedPolicies:
+    """The engine of the servers in `section`, and the policy that they have.
+
+    `folder` holds its weights until `close`. `base` is what the servers were started with, where they get adapters.
+    """
+
+    def __init__(
+        self,
+        section: VLLMServerSettings,
+        sync: Sync,
+        drawing: Drawing,
+        *,
+        base: ServedPolicy,
+        probe: Probe,
+        folder: Path,
+        tokenizer: Any,
+    ) -> None:
+        """Connect to nothing yet. Raises RLHFError C17 as `engines.server_urls`."""
+        self.base = base
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.sends_adapters = sync == "lora"
+        self.names: list[str] = []  # of the policies so far, for messages
+        self.policy = base
+        self.engine = engines.server_engine(
+            section,
+            sync,
+            drawing,
+            weights=self._write,
+            probe=probe,
+            names=self.names,
+        )
+
+    def use(self, policy: ServedPolicy) -> None:
+        """Send a policy's weights, and check that the servers have them. Raises RLHFError R19, R20."""
+        if self.names[-1:] == [policy.name]:
+            return
+        self.policy = policy
+        self.names.append(policy.name)
+        self.engine.update_weights(len(self.names) - 1, policy.model)
+
+    def close(self) -> None:
+        """Delete the weights that the servers have read."""
+        remove(self.folder)
+
+    def _write(self, role: str, number: int) -> Weights | None:
+        """Write the weights of the "policy" or the "reference"; None for a base that has never been replaced."""
+        policy = self.policy if role == "policy" else self.base
+        if self.sends_adapters and policy.name == self.base.name:
+            return None
+        return ServerWeights(self.folder, partial(self._save, policy), keep=1)(role, number)
+
+    def _save(self, policy: ServedPolicy, role: str, path: Path) -> None:
+        if self.sends_adapters:
+            lora.copy_scaled(policy.parent.model, path, 1.0 if policy.share is None else policy.share)
+        else:
+            save.save_untied(policy.read_whole(), self.tokenizer, path)
