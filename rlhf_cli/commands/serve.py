@@ -127,6 +127,8 @@ def rollout_server(folder: Path, options: Options) -> tuple[list[str], str]:
     dtype = "bfloat16" if machine.settings_for_this_machine(ppo.ppo).bf16 else "float32"
     line = f"{VARIABLES} vllm serve {place} --served-model-name sft --dtype {dtype} --max-model-len {length}"
     line += f" {ROLLOUTS} {max(length, 8192)}"  # at least a whole sequence
+    if engine.sleep:
+        line += " --enable-sleep-mode"
     if ppo.models.server_sync == "lora" and ppo.models.adapters:
         line += f" {_lora(ppo.models.adapters.r)} --max-loras 3"
     return [line + _address(url) for url in engine.url], missing

@@ -19,6 +19,7 @@ from rlhf_cli.config.sections import LoRA
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models import lora, save
+from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
 from tests.ppo.test_rollout import responses, seeded
@@ -73,7 +74,7 @@ class Pair:
         values = {"max_gap": 0.1, "max_wait": 5.0, "longest_row": 60, **options}
         self.engine = VLLMEngine(
             self.server, self.ref, self.write, probed, tiny.EOS, tiny.PAD, temperature, False,
-            report=self.reports.append, **values,
+            report=self.reports.append, process_group=SINGLE_PROCESS, **values,
         )  # fmt: skip
 
     def write(self, role: str, update: int) -> tuple[str, Path]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import data, runs, system, terminal
+from rlhf_cli import data, distributed, runs, system, terminal
 from rlhf_cli.config.ppo import PPOConfig, PPOSettings, VLLMServerSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, shown
@@ -15,6 +15,7 @@ from rlhf_cli.files import files_sha256, json_sha256
 from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models import devices, lora, save
 from rlhf_cli.models.batch import Prompts, StopTokenId
+from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.planning import fits
 from rlhf_cli.ppo import graph_engine
 from rlhf_cli.ppo.rollout import HFEngine
@@ -98,12 +99,14 @@ class ServerWeights:
     tokenizer: Any
 
     def __call__(self, role: str, update: int) -> tuple[str, Path]:
-        """Write the weights of the "policy" or the "reference"; return their version and folder.
+        """Write the weights of the "policy" or the "reference"; return their version and folder. All ranks call it.
 
-        A version is the name of one content: run, update and hash.
+        A version is the name of one content: run, update and hash. Only the main process, which writes, knows it.
         """
         folder = server_weights_folder(self.config, role, update)
         path = runs.commit_state(folder.parent, folder.name, lambda path: self._write(role, path), keep=3).resolve()
+        if not distributed.is_main_process():
+            return "", path
         content = files_sha256(sorted(path.glob("*.safetensors")))
         run_hash = json_sha256(str(path.parents[1]))
         return f"{run_hash[:8]}-{role}-update-{update}-{content[:8]}", path
@@ -127,6 +130,7 @@ def server_engine(
     stop_token_id: StopTokenId,
     *,
     bf16: bool,
+    process_group: ProcessGroup,
 ) -> VLLMEngine | VLLMServers:
     """Return the engine of models.engine.vllm. Its probe are some of the run's prompts. Raises RLHFError C17."""
     section = config.models.server
@@ -142,10 +146,11 @@ def server_engine(
         seeds=tuple(derive_seed(config.seed, "probe", row) for row in range(len(probe_rows))),
         response_length=min(PROBE_TOKENS, settings.max_response_length),
     )
+    client = HTTPClient(section.timeout, section.retries)
     engines = []
     for url in urls:
         engine = VLLMEngine(
-            server=VLLMClient(url, config.models.server_sync, HTTPClient(section.timeout, section.retries)),
+            server=VLLMClient(url, config.models.server_sync, client, sleeps=section.sleep),
             ref=weights.ref,
             write=weights,
             probe=probe,
@@ -157,6 +162,7 @@ def server_engine(
             max_wait=section.wait,
             longest_row=max(map(len, prompts)) + settings.max_response_length,
             report=lambda text: terminal.say(f"ppo      {text}"),
+            process_group=process_group,
         )
         engines.append(engine)
     return engines[0] if len(engines) == 1 else VLLMServers(engines)

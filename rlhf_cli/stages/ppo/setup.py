@@ -102,7 +102,7 @@ def load_components(
         tokenizer=tokenizer,
         prompts=prompts,
         stop_id=stop_id,
-        loading=loading,
+        process_group=process_group,
     )
     num_updates = settings.num_updates(len(prompts))
     value = cache.value_model(models.policy)
@@ -217,14 +217,21 @@ def _build_engine(
     tokenizer: Any,
     prompts: list[data.Prompt],
     stop_id: StopTokenId,
-    loading: ProcessGroup,
+    process_group: ProcessGroup,
 ) -> RolloutEngine:
     """Return the engine of models.engine."""
     if config.models.server:
         weights = rollout_engine.ServerWeights(config, models.saved, models.ref, tokenizer)
         prompt_ids = [prompt.ids for prompt in prompts]
-        return rollout_engine.server_engine(config, weights, prompt_ids, stop_id, bf16=bool(settings.bf16))
-    kind = loading.run_on_main(lambda: rollout_engine.engine_class(config, models.policy))
+        return rollout_engine.server_engine(
+            config,
+            weights,
+            prompt_ids,
+            stop_id,
+            bf16=bool(settings.bf16),
+            process_group=process_group,
+        )
+    kind = process_group.run_on_main(lambda: rollout_engine.engine_class(config, models.policy))
     return rollout_engine.local_engine(kind, models.policy, settings, tokenizer, stop_id)
 
 
