@@ -30,6 +30,7 @@ MAX_ATTEMPTS = 5  # of what a server does that is lost in between
 HEALTH_INTERVAL_S = 2.0
 HEALTH_TIMEOUT_S = 10.0
 HTTP_NOT_FOUND = 404
+LOST_PATHS = ("/v1/completions", "/v1/unload_lora_adapter")  # not found: an adapter that a restarted server had
 IS_SLEEPING = "/is_sleeping"
 CANNOT_SLEEP = "start it as `rlhf serve RUN --rollouts` prints, or remove models.engine.vllm.sleep"
 PLAIN_SAMPLING = {  # what a server may do besides temperature, switched off; it answers ids and their log-probs
@@ -83,7 +84,7 @@ class VLLMClient:
         except NoAnswerError as error:
             raise ServerLostError(f"{path} {error}") from None
         except RefusalError as error:
-            if error.status == HTTP_NOT_FOUND and path == "/v1/completions":
+            if error.status == HTTP_NOT_FOUND and path in LOST_PATHS:
                 raise ServerLostError(f"{path} {error}") from None
             if error.status == HTTP_NOT_FOUND and path == IS_SLEEPING:
                 raise self.error(f"{path} {error}: it cannot sleep", hint=CANNOT_SLEEP) from None

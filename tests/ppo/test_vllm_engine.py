@@ -290,6 +290,24 @@ def test_a_restart_between_two_rollouts_is_noticed(make):
     assert "version 'default'" in pair.reports[0]
 
 
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_server_that_sleeps_wakes_up_for_each_sync_also_after_a_restart(make, sync):
+    """While it sleeps, the stand-in refuses every request for weights or tokens."""
+    pair, prompts = make(sync), seeded(tiny.prompts(4))
+    pair.server.sleeps = True
+    for update in range(4):
+        pair.sync(update)
+        expected = responses(HFEngine(pair.policy, tiny.EOS, tiny.PAD, 0.7).generate(prompts))
+        assert responses(pair.engine.generate(prompts)) == expected
+        pair.engine.release_memory()
+        assert pair.stand_in.asleep
+        if update == 2:
+            pair.stand_in.restart()
+        pair.train()
+    paths = [path for path, _ in pair.stand_in.requests]
+    assert paths.count("/sleep?level=1") == 4 and paths.count("/wake_up") == 2
+
+
 def test_r20_a_server_that_stays_away_ends_the_run(make):
     pair = make("disk", max_wait=0.1)
     pair.stand_in.faults = [closes] * 1000
