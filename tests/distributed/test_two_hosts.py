@@ -35,7 +35,7 @@ def test_two_machines_train_a_sharded_policy_on_what_a_server_on_a_third_draws(r
     write(run_folder, "ppo", PPO | {"ppo": settings})
     server = f"{sys.executable} {HELPERS / 'stand_in_vllm.py'} {run_folder / 'sft_model'} {SERVER} 8000"
     engine = f"models.engine={{vllm: {{url: 'http://{SERVER}:8000'}}}}"
-    ran = child(SCRIPT, "ppo", run_folder / "ppo.yaml", engine, PYTHON=sys.executable, SERVER=server)
+    ran = child("timeout", 220, SCRIPT, "ppo", run_folder / "ppo.yaml", engine, PYTHON=sys.executable, SERVER=server)
     must_succeed(ran, f"http://{SERVER}:8000 generate the responses")
     names = ("samples.jsonl", "metrics.jsonl")
     by_server = [lines(run_folder / "ppo" / name) for name in names]
