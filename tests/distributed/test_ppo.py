@@ -14,7 +14,7 @@ import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
 from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
-from ppo_folder import ONE, PPO, lines, must_succeed, ppo, rlhf, write, write_models
+from ppo_folder import ONE, PPO, lines, must_succeed, ppo, rlhf, weights, write, write_models
 from run_cli import is_one_error
 from stand_in_vllm import StandIn
 
@@ -176,10 +176,13 @@ def test_two_processes_train_on_what_two_servers_draw(group_folder: Path, fsdp: 
     assert all(server.asleep == (fsdp == "true") for server in servers)
     names = ("samples.jsonl", "metrics.jsonl")
     by_servers = [lines(group_folder / "ppo" / name) for name in names]
+    trained = weights(group_folder)
 
     must_succeed(child(*words, "--fresh"))
     samples, metrics = (lines(group_folder / "ppo" / name) for name in names)
     assert [row["response"] for row in by_servers[0]] == [row["response"] for row in samples]
+    if fsdp == "true":
+        assert trained == weights(group_folder)
     for key in ("objective/scores", "objective/kl", "policy/grad_norm", "loss/policy_avg"):
         numbers = [[row[key] for row in rows] for rows in (by_servers[1], metrics)]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-4), key
