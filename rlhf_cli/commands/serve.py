@@ -133,6 +133,8 @@ def rollout_server(folder: Path, options: Options) -> tuple[list[str], str]:
     dtype = "bfloat16" if devices.use_bf16(getattr(stage, stage.stage).bf16) else "float32"
     line = f"{VARIABLES} vllm serve {place} --served-model-name sft --dtype {dtype} --max-model-len {length}"
     line += f" {ROLLOUTS} {max(length, 8192)}"  # at least a whole sequence
+    if server.sleep:
+        line += " --enable-sleep-mode"
     if sync == "lora" and ppo.models.adapters:
         line += f" {_lora(ppo.models.adapters.r)} --max-loras 3"
     return [line + _address(url) for url in server.url], missing

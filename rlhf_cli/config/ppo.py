@@ -150,6 +150,7 @@ class VLLMServerSettings(Section):
     timeout: PositiveFloat = 600.0
     retries: int = Field(3, ge=0, le=20)
     wait: NonNegativeFloat = 600.0
+    sleep: bool = False
 
 
 class ServerEngine(Section):
@@ -740,8 +741,8 @@ class PPOConfig(TrainingConfig):
             if self.models.adapters and getattr(self.ppo, key):
                 text = f"{key} cannot be combined with models.adapters, which share all layers"
                 raise invalid(text, "remove it", f"ppo.{key}")
-        if self.models.engine not in ("auto", "hf") and self.ppo.fsdp:
-            raise invalid("only engine: hf can sample from sharded weights", "set hf", "models.engine")
+        if self.models.engine == "graph" and self.ppo.fsdp:
+            raise invalid("engine: graph cannot sample from sharded weights", "set hf", "models.engine")
         if self.models.compile is True and self.ppo.fsdp:
             raise invalid("compile cannot be combined with ppo.fsdp", "set auto", "models.compile")
         if self.models.server and self.models.server_sync == "lora" and not self.models.adapters:

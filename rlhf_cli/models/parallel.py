@@ -73,14 +73,34 @@ class ProcessGroup:
         results = self.gather_results(lambda: [function(rows)] if rows.start < rows.stop else [])
         return list(chain.from_iterable(results))
 
-    def run_on_main(self, function: Callable[[], T]) -> T:
-        """Call a function on rank 0 and return its result on all ranks. Its exception is raised on all."""
+    def run_on_main(self, function: Callable[[], T], join: Callable[[Any], object] | None = None) -> T:
+        """Call a function on rank 0 and return its result on all ranks. Its exception is raised on all.
+
+        Meanwhile the others call `join` with what rank 0 passes to `ask_to_join`: it then runs their collectives too.
+        """
         if self.world_size == 1:
             return function()
-        box: list[Any] = [_outcome(function) if self.rank == 0 else None]
+        if self.rank == 0:
+            return _result(self._broadcast(_outcome(function)))
+
+        received = self._broadcast(None)
+        while isinstance(received, _Request):
+            assert join
+            join(received.value)
+            received = self._broadcast(None)
+        return _result(received)
+
+    def ask_to_join(self, value: Any) -> None:
+        """Make the other ranks, which wait in `run_on_main`, call their `join` with the value."""
+        if self.world_size > 1:
+            self._broadcast(_Request(value))
+
+    def _broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on all ranks. It is pickled: tensors must be on the CPU."""
+        box = [value]
         with self._raise_peer_ended():
             dist.broadcast_object_list(box, src=0)
-        return _result(box[0])
+        return box[0]
 
     def load_on_main(self, load: Callable[[bool], T]) -> T:
         """Call `load(empty)` on each rank, with empty=False on rank 0 only. An exception on one is raised on all."""
@@ -149,6 +169,13 @@ class ProcessGroup:
 
 
 SINGLE_PROCESS = ProcessGroup()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What rank 0 asks the others to do."""
+
+    value: Any
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

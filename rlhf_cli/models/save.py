@@ -77,11 +77,12 @@ def _lost_adapters(model: Any, folder: Path) -> str:
 def save_untied(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a language model as `save_model` does, with a separate output head also where it is the embedding.
 
-    A server that reloads tied weights may keep the head that it had.
+    All processes must call it. A server that reloads tied weights may keep the head that it had.
     """
     save_model(model, tokenizer, folder, "Weights for a rollout server.")
     head = model.get_output_embeddings()
-    if head.weight is not model.get_input_embeddings().weight:
+    is_tied = head.weight is model.get_input_embeddings().weight
+    if not is_tied or not distributed.is_main_process():
         return
 
     single = folder / SAFE_WEIGHTS_NAME
@@ -93,8 +94,9 @@ def save_untied(model: Any, tokenizer: Any, folder: Path) -> None:
     else:
         index = json.loads(index_file.read_text(encoding="utf-8"))
     name = next(name for name, module in model.named_modules() if module is head) + ".weight"
-    save_file({name: head.weight.detach().cpu().clone()}, folder / "head.safetensors", {"format": "pt"})
-    index["weight_map"][name] = "head.safetensors"
+    if name not in index["weight_map"]:  # the whole weights of a sharded model have it
+        save_file({name: head.weight.detach().cpu().clone()}, folder / "head.safetensors", {"format": "pt"})
+        index["weight_map"][name] = "head.safetensors"
     index_file.write_text(json.dumps(index), encoding="utf-8")
 
     config_file = folder / "config.json"

@@ -2,7 +2,7 @@
 
 The largest phase decides. Rows are as long as the longest: prompts as in the data, responses up to their limit. With
 fsdp each of P processes (hybrid: P on a machine) keeps a P-th of weights, gradients and moments, beside what is
-gathered: a layer, embeddings and heads, in a rollout the policy.
+gathered: a layer, embeddings and heads, in a rollout of this process the policy.
 
 The shares and copies below make an estimate 0 to 15 % larger than the peaks that were recorded
 (tests/planning/test_estimate_recorded.py).
@@ -271,7 +271,9 @@ class PPOMemory:
         reference = 0 if self.settings.offload else policy.itemsize * policy.decoder
 
         gathered = vocabulary + policy.itemsize * policy.largest_layer
-        in_memory = policy.itemsize * (policy.decoder + policy.vocabulary_parts) if phase == "rollout" else gathered
+        in_memory = gathered
+        if phase == "rollout" and self.engine != "vllm":
+            in_memory = policy.itemsize * (policy.decoder + policy.vocabulary_parts)
         gradients = fixed["gradients"]
         return {
             "weights": fixed["weights"] + in_memory - away * (learnt + reference),

@@ -29,7 +29,9 @@ class RolloutEngine(Protocol):
 
     An engine of this process may also have `model`, which it samples from (default: the policy), and `batch_size`, rows
     at a time, which is set to what fits in memory. Any may have `name`, for the manifest, and the `temperature` and
-    `bf16` that it samples with, which are compared with the settings.
+    `bf16` that it samples with, which are compared with the settings. An engine that is not deterministic draws on rank
+    0; the other ranks call its `join`, if it has one, with what it passes to `ProcessGroup.ask_to_join`. One that
+    `sleeps` after `release_memory` gets the weights before each draw.
     """
 
     deterministic: ClassVar[bool]  # row i's tokens depend on `prompts.seeds[i]` alone: each process draws its rows

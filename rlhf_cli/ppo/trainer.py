@@ -174,6 +174,7 @@ class PPOTrainer:
             self.engine_is_current = True
         rollout = self.draw(seeded, self.engine)
         self.engine.release_memory()
+        self.engine_is_current = not getattr(self.engine, "sleeps", False)
         return rollout
 
     @property
@@ -191,7 +192,7 @@ class PPOTrainer:
         """Return an engine's responses to prompts with seeds, on all ranks."""
         group = self.process_group
         if group.world_size == 1 or not engine.deterministic:  # a server: its draws depend on the batch
-            rollout = group.run_on_main(lambda: engine.generate(prompts))
+            rollout = group.run_on_main(lambda: engine.generate(prompts), getattr(engine, "join", None))
         else:
             with self.parallel.gathered_model(getattr(engine, "model", self.policy)):
                 parts = group.map_rows(len(prompts), lambda part: engine.generate(prompts.rows(part)).to(CPU))

@@ -1,6 +1,7 @@
 """Rollout engine that asks a vLLM server over HTTP. It proves after each sync that the server has the policy's weights.
 
-The server needs `--logprobs-mode processed_logprobs` and VLLM_SERVER_DEV_MODE=1; `rlhf serve` prints the command.
+The server needs `--logprobs-mode processed_logprobs` and VLLM_SERVER_DEV_MODE=1, and `--enable-sleep-mode` if it shares
+the trainer's GPU; `rlhf serve` prints the command.
 """
 
 import asyncio
@@ -16,11 +17,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError
-from rlhf_cli.models import devices, forward
+from rlhf_cli.models import devices, forward, sharding
 from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, right_pad, stop_ids
+from rlhf_cli.models.parallel import ProcessGroup
 
 NOISE_FACTOR = 4.0  # a gap of so many times that of the reference's weights is no rounding
 MIN_GAP_LIMIT = 1e-4  # nats: two float32 implementations agree to 1e-5
@@ -29,6 +30,9 @@ MAX_ATTEMPTS = 5  # of what a server does that is lost in between
 HEALTH_INTERVAL_S = 2.0
 HEALTH_TIMEOUT_S = 10.0
 HTTP_NOT_FOUND = 404
+LOST_PATHS = ("/v1/completions", "/v1/unload_lora_adapter")  # not found: an adapter that a restarted server had
+IS_SLEEPING = "/is_sleeping"
+CANNOT_SLEEP = "start it as `rlhf serve RUN --rollouts` prints, or remove models.engine.vllm.sleep"
 PLAIN_SAMPLING = {  # what a server may do besides temperature, switched off; it answers ids and their log-probs
     "return_token_ids": True,
     "logprobs": 0,
@@ -56,6 +60,7 @@ class VLLMClient:
     url: str
     sync: Literal["lora", "disk"]
     client: HTTPClient
+    sleeps: bool = False  # except in a rollout: it shares the trainer's GPU
     served: str = ""  # name of the model that the server was started with
     loaded: list[str] = field(default_factory=list)  # adapters, oldest first
 
@@ -80,8 +85,10 @@ class VLLMClient:
         except NoAnswerError as error:
             raise ServerLostError(f"{path} {error}") from None
         except RefusalError as error:
-            if error.status == HTTP_NOT_FOUND and path == "/v1/completions":
+            if error.status == HTTP_NOT_FOUND and path in LOST_PATHS:
                 raise ServerLostError(f"{path} {error}") from None
+            if error.status == HTTP_NOT_FOUND and path == IS_SLEEPING:
+                raise self.error(f"{path} {error}: it cannot sleep", hint=CANNOT_SLEEP) from None
             raise self.error(f"{path} {error}") from None
         return [_read_json(answer) for answer in answers]
 
@@ -113,8 +120,19 @@ class VLLMClient:
             text = f"serves rows of {limit} tokens; prompt and response have up to {needed_tokens}"
             raise self.error(text, hint=f"start it with --max-model-len {needed_tokens}")
 
+    def wake_up(self) -> None:
+        """Wake the server up, if it sleeps. It has its weights again, and an empty cache."""
+        if self.sleeps and self.call(IS_SLEEPING).get("is_sleeping"):
+            self.call("/wake_up", {})
+            self.call("/reset_prefix_cache", {})
+
+    def sleep(self) -> None:
+        """Make the server free its GPU memory; the weights go to main memory. Level 2 would drop them."""
+        self.call("/sleep?level=1", {})
+
     def load(self, version: str, folder: Path) -> str:
         """Make the server use the weights in `folder`; return the name of the model that has them."""
+        self.wake_up()
         if self.sync == "lora":
             self._load_adapter(version, folder)
             return version
@@ -154,6 +172,7 @@ class VLLMClient:
 
     def complete(self, rows: Sequence[list[int]], seeds: Sequence[int], options: dict[str, Any]) -> list[Any]:
         """Return the choice of each row of ids, which the server continues by `options` and the row's seed."""
+        self.wake_up()
         bodies = []
         for ids, seed in zip(rows, seeds, strict=True):
             body = {**PLAIN_SAMPLING, **options, "prompt": ids, "seed": seed}
@@ -221,6 +240,7 @@ class VLLMEngine:
     max_wait: float  # seconds
     longest_row: int  # tokens
     report: Callable[[str], None]  # tells the user
+    process_group: ProcessGroup  # rank 0 alone talks to the server
     computing: Lock = field(default_factory=Lock)  # held while the models compute
     policy: Any = None  # of the last sync
     update: int = 0
@@ -250,40 +270,58 @@ class VLLMEngine:
 
         return self._retry(draw)
 
-    def update_weights(self, update: int, policy: Any) -> None:
-        """Write the policy's weights, make the server load them, and check that it has them."""
-        if not distributed.is_main_process():  # it alone draws
-            return
+    @property
+    def sleeps(self) -> bool:
+        """True if the server sleeps after a rollout: it is sent the weights, and checked, before each."""
+        return self.server.sleeps
 
-        if self.noise is None:
-            self.start(update, self.reference_weights())
-        self.load(update, policy, self.write("policy", update))
+    def update_weights(self, update: int, policy: Any) -> None:
+        """Write the policy's weights, make the server load them, and check that it has them. All ranks call it."""
+        reference = self.reference_weights()
+        weights = self.write("policy", update)
+        self.policy = policy
+        self.make_room()
+        self.process_group.run_on_main(lambda: self.sync(update, reference, weights), self.join)
+
+    def make_room(self) -> None:
+        """Give the cached GPU memory of all ranks to a server that sleeps."""
+        if self.sleeps:
+            torch.cuda.empty_cache()
+            self.process_group.barrier()
 
     def reference_weights(self) -> Weights | None:
-        """Write the weights of the reference, which a server of whole weights may start from; None for adapters."""
-        return self.write("reference", 0) if self.server.sync == "disk" else None
+        """Before the first sync, write the reference's whole weights, which a server may start from; None otherwise."""
+        is_first = self.policy is None
+        return self.write("reference", 0) if is_first and self.server.sync == "disk" else None
 
-    def start(self, update: int, weights: Weights | None) -> None:
-        """Measure how far the server's log-probs are from the trainer's for the weights of the reference."""
+    def sync(self, update: int, reference: Weights | None, weights: Weights | None) -> None:
+        """Make the server load the policy's written weights, and check that it has them; at first the reference's."""
         self.update = update
-
-        def measure() -> None:
-            self.server.wait(self.max_wait)
-            self.server.read_models(self.longest_row)
-            self.noise = self._check(self._send(weights), self.ref, self.max_gap)
-
-        self._retry(measure)
-
-    def load(self, update: int, policy: Any, weights: Weights | None) -> None:
-        """Make the server load the policy's written weights, and check that it has them."""
-        self.update = update
-        self.policy = policy
+        if self.noise is None:
+            self._retry(lambda: self._start(reference))
         self.weights = weights
         self.served = ""
         self._retry(self._load)
 
+    def join(self, asked: tuple[Rollout, bool]) -> list[Drawn]:
+        """Return what a server drew with the log-probs by the policy, or if True by the reference.
+
+        All ranks take part, because each may have a shard of the model.
+        """
+        rollout, by_reference = asked
+        model = self.ref if by_reference else self.policy
+        rollout = rollout.to(model.device)
+        with sharding.gathered_embeddings(model, self.process_group.all_reduce):
+            return [self._read_row(model, rollout, row) for row in range(len(rollout))]
+
     def release_memory(self) -> None:
-        """Do nothing: the server has its own memory."""
+        """Let a server sleep that shares the GPU. All ranks call it, and go on when it has freed its memory."""
+        if self.sleeps:
+            self.process_group.run_on_main(self.sleep)
+
+    def sleep(self) -> None:
+        """Let the server sleep."""
+        self._retry(self.server.sleep)
 
     def _retry(self, action: Callable[[], T]) -> T:
         """Return what `action` returns. If the server is lost, wait for it and repeat. Raises RLHFError R20."""
@@ -300,6 +338,12 @@ class VLLMEngine:
                 self.server.read_models(self.longest_row)
         raise self.server.error(f"{problem} ({MAX_ATTEMPTS} attempts)")
 
+    def _start(self, weights: Weights | None) -> None:
+        """Measure how far the server's log-probs are from the trainer's for the weights of the reference."""
+        self.server.wait(self.max_wait)
+        self.server.read_models(self.longest_row)
+        self.noise = self._check(self._send(weights), self.max_gap)
+
     def _load(self) -> None:
         """Load `weights` and check them."""
         assert self.noise is not None
@@ -307,21 +351,23 @@ class VLLMEngine:
 
         least = max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise)
         limit = min(self.max_gap, least)
-        self._check(served, self.policy, limit)
+        self._check(served, limit)
         self.served = served
 
     def _send(self, weights: Weights | None) -> str:
         """Make the server load weights; return the name of the model that has them."""
         return self.server.load(*weights) if weights else self.server.served
 
-    def _check(self, name: str, model: Any, limit: float) -> float:
-        """Draw the probe and compare the server's log-probs with those of `model`; return the gap in nats per token.
+    def _check(self, name: str, limit: float) -> float:
+        """Draw the probe and compare the server's log-probs with the policy's; return the gap in nats per token.
 
-        Raises RLHFError R19 for the weights of the check before, a gap above `limit`, draws of another distribution.
+        Before `noise` is known, with the reference's. Raises RLHFError R19 for the weights of the check before, a gap
+        above `limit`, draws of another distribution.
         """
-        rollout = self._draw(name, self.probe, self.probe_temperature).to(model.device)
+        asked = (self._draw(name, self.probe, self.probe_temperature), self.noise is None)
         with self.computing:
-            drawn = [self._read_row(model, rollout, row) for row in range(len(rollout))]
+            self.process_group.ask_to_join(asked)
+            drawn = self.join(asked)
         if self.before and _has_old_weights(drawn, self.before):
             raise self._error("still has the weights of the sync before: those of the last update did not arrive")
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
-from rlhf_cli import distributed
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.models.parallel import part_of
 from rlhf_cli.ppo.vllm_engine import VLLMEngine
@@ -51,19 +50,33 @@ class VLLMServers:
         return Rollout.concat([part for parts in self._at_once(draw) for part in parts])
 
     def update_weights(self, update: int, policy: Any) -> None:
-        """Write the policy's weights, make all servers load them, and check that each has them."""
-        if not distributed.is_main_process():  # it alone draws
-            return
-
+        """Write the policy's weights, make all servers load them, and check that each has them. All ranks call it."""
         first, *_ = self.engines
-        if any(engine.noise is None for engine in self.engines):
-            reference = first.reference_weights()
-            self._at_once(lambda number: self.engines[number].start(update, reference))
+        reference = first.reference_weights()
         weights = first.write("policy", update)
-        self._at_once(lambda number: self.engines[number].load(update, policy, weights))
+        for engine in self.engines:
+            engine.policy = policy
+        first.make_room()
+
+        def sync(number: int) -> None:
+            self.engines[number].sync(update, reference, weights)
+
+        first.process_group.run_on_main(lambda: self._at_once(sync), self.join)
+
+    def join(self, asked: Any) -> object:
+        """Take part in the check of a server, as `VLLMEngine.join`."""
+        return self.engines[0].join(asked)
+
+    @property
+    def sleeps(self) -> bool:
+        """True if the servers sleep after a rollout, as `VLLMEngine.sleeps`."""
+        return self.engines[0].sleeps
 
     def release_memory(self) -> None:
-        """Do nothing: the servers have their own memory."""
+        """Let servers sleep that share the GPUs, as `VLLMEngine.release_memory`."""
+        if self.sleeps:
+            group = self.engines[0].process_group
+            group.run_on_main(lambda: self._at_once(lambda number: self.engines[number].sleep()))
 
     def _at_once(self, action: Callable[[int], T]) -> list[T]:
         """Return what an action returns for the number of each server. Raises the first error when all have ended."""

@@ -68,6 +68,8 @@ def test_whole_policies_and_refusals(trained_folder: Path, monkeypatch: pytest.M
     one, other = served(".", "--rollouts").splitlines()
     assert (one, other) == (f"{VARIABLES}ppo/engine/reference/step_000000 {line}".strip(), one_at(one, "node2", "8102"))
     assert is_one_error(rlhf("serve", ".", "--rollouts", "--exec"), "C11", "--exec starts one server")
+    replace("ppo.yaml", "    vllm:\n", "    vllm:\n      sleep: true\n")
+    assert [line.count(" --enable-sleep-mode ") for line in served(".", "--rollouts").splitlines()] == [1, 1]
     Path("ppo/manifest.json").unlink()
     assert is_one_error(rlhf("serve", "ppo"), "M10", "ppo is not finished")
     assert is_one_error(rlhf("serve", "sft_model"), "M01", "sft_model holds neither ppo/ nor sft/ of a run")

@@ -314,7 +314,8 @@ def test_a_rollout_server_counts_by_how_it_gets_the_weights(here: Path) -> None:
     server = "models: {engine: {vllm: {url: 'http://HOST:8000'%s}}%s}\n" + MINIMAL["ppo"]
     one = loaded(here, "ppo", server % ("", "")).identity()
     assert one["models"]["engine"] == {"vllm": {"sync": "disk"}}
-    assert one == loaded(here, "ppo", (server % (", wait: 1.0, retries: 9", "")).replace("HOST", "other")).identity()
+    other = (server % (", wait: 1.0, retries: 9, sleep: true", "")).replace("HOST", "other")
+    assert one == loaded(here, "ppo", other).identity()
     adapted = server % ("%s", ", adapters: {kind: lora}")
     assert loaded(here, "ppo", adapted % "").identity()["models"]["engine"] == {"vllm": {"sync": "lora"}}
     assert loaded(here, "ppo", adapted % ", sync: disk").models.server_sync == "disk"
@@ -338,6 +339,10 @@ def test_shards_are_neither_compiled_nor_sampled_by_the_graph_engine(here: Path)
     config = loaded(here, "ppo", MINIMAL["ppo"], "ppo.fsdp=true")
     assert config.engine_name(gpu=True) == "hf" == loaded(here, "ppo", MINIMAL["ppo"]).engine_name(gpu=False)
     assert loaded(here, "ppo", MINIMAL["ppo"]).engine_name(gpu=True) == "graph"
+    (problem,) = messages("ppo", f"models: {{engine: graph}}\n{MINIMAL['ppo']}", "ppo.fsdp=true")
+    assert "engine: graph cannot sample from sharded weights" in problem
+    server = f"models: {{engine: {{vllm: {{url: 'http://h'}}}}}}\n{MINIMAL['ppo']}"
+    assert loaded(here, "ppo", server, "ppo.fsdp=true").engine_name(gpu=True) == "vllm"
     (problem,) = messages("ppo", f"models: {{compile: true}}\n{MINIMAL['ppo']}", "ppo.fsdp=true")
     assert "compile cannot be combined with ppo.fsdp" in problem
 

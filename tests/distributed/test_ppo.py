@@ -14,7 +14,7 @@ import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
 from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
-from ppo_folder import ONE, PPO, lines, must_succeed, ppo, rlhf, write
+from ppo_folder import ONE, PPO, lines, must_succeed, ppo, rlhf, weights, write, write_models
 from run_cli import is_one_error
 from stand_in_vllm import StandIn
 
@@ -162,20 +162,46 @@ def test_the_stage_in_two_processes(group_folder: Path) -> None:
         assert [ours[key] for key in keys] == pytest.approx([theirs[key] for key in keys], rel=1e-4, abs=1e-5)
 
 
-def test_two_processes_train_on_what_two_servers_draw(group_folder: Path) -> None:
-    """The first process alone asks the servers; the responses are those that it draws itself in one process."""
+@pytest.mark.parametrize("fsdp", ["false", "true"])
+def test_two_processes_train_on_what_two_servers_draw(group_folder: Path, fsdp: str) -> None:
+    """The first process alone asks the servers; the responses are those that both draw themselves."""
+    tied = fsdp == "true"  # the servers get a separate head
+    write_models(group_folder, tie_word_embeddings=tied)
     servers = [StandIn(load_causal_lm(str(group_folder / "sft_model")).eval(), 64) for _ in range(2)]
-    engine = f"models.engine={{vllm: {{url: [{servers[0].url}, {servers[1].url}], wait: 0.1}}}}"
-    must_succeed(child(*command(group_folder / "ppo.yaml", "-s", engine)))
+    urls = f"[{servers[0].url}, {servers[1].url}]"
+    words = command(group_folder / "ppo.yaml", "-s", f"ppo.fsdp={fsdp}")
+    must_succeed(child(*words, "-s", f"models.engine={{vllm: {{url: {urls}, wait: 0.1, sleep: {fsdp}}}}}"))
     asked = [[path for path, _ in server.requests].count("/v1/completions") for server in servers]
-    two = [lines(group_folder / "ppo" / name) for name in ("samples.jsonl", "metrics.jsonl")]
-
-    must_succeed(ppo(group_folder, "--fresh", "-s", "ppo.per_device_train_batch_size=4"))
-    one = [lines(group_folder / "ppo" / name) for name in ("samples.jsonl", "metrics.jsonl")]
-    assert [row["response"] for row in two[0]] == [row["response"] for row in one[0]]
-    scores = [[row["objective/scores"] for row in metrics] for metrics in (two[1], one[1])]
-    assert scores[0] == pytest.approx(scores[1], rel=1e-4, abs=1e-4)
     assert asked[0] == asked[1] > 20
+    assert all(server.asleep == (fsdp == "true") for server in servers)
+    names = ("samples.jsonl", "metrics.jsonl")
+    by_servers = [lines(group_folder / "ppo" / name) for name in names]
+    trained = weights(group_folder)
+
+    must_succeed(child(*words, "--fresh"))
+    samples, metrics = (lines(group_folder / "ppo" / name) for name in names)
+    assert [row["response"] for row in by_servers[0]] == [row["response"] for row in samples]
+    assert trained == weights(group_folder)
+    for key in ("objective/scores", "objective/kl", "policy/grad_norm", "loss/policy_avg"):
+        numbers = [[row[key] for row in rows] for rows in (by_servers[1], metrics)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-4), key
+
+
+def test_r19_a_server_that_keeps_old_weights_of_a_sharded_policy_is_noticed(group_folder: Path) -> None:
+    """Its last sync did not arrive; all processes end with the error of the first."""
+    server = StandIn(load_causal_lm(str(group_folder / "sft_model")).eval(), 64)
+    loaded: list[Any] = []
+
+    def keep(path: str, body: Any) -> Any:
+        loaded.extend([body] if path == "/collective_rpc" else [])
+        return (200, b"{}") if path == "/collective_rpc" and len(loaded) > 2 else None
+
+    server.faults = [keep] * 1000
+    engine = f"models.engine={{vllm: {{url: '{server.url}', wait: 0.1}}}}"
+    result = child(*command(group_folder / "ppo.yaml", "-s", "ppo.fsdp=true", "-s", engine))
+    text = f"\nerror[R19]: step 2: the server at {server.url} still has the weights of the sync before"
+    assert result.returncode == 1 and result.stderr.count(text) == 1, result.stderr
+    assert [row["step"] for row in lines(group_folder / "ppo/metrics.jsonl")] == [1]
 
 
 @pytest.mark.parametrize(

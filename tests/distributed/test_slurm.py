@@ -151,6 +151,26 @@ def test_a_job_stopped_by_its_limit_by_a_signal_and_by_a_dead_node_ends_in_the_s
         assert filecmp.cmp(run / name, straight / name, shallow=False), name
 
 
+def test_scancel_ends_the_job_for_good_and_submitted_again_it_ends_in_the_same_bytes(
+    cluster: Path, straight: Path, tmp_path: Path
+) -> None:
+    """Slurm sends TERM, and KILL after KillWait, 30 s: the trainers save, and nothing is queued again."""
+    run = new_run(tmp_path)
+    file = printed(run)
+    job = Job(run, file)
+    wait_until((run / "sft/manifest.json").exists, f"the end of SFT: {job.output}")
+    job.progress()
+    slurm("scancel", job.number)
+    wait_until(lambda: job.state == "CANCELLED", f"the end: {job.output}")
+    assert "queued again" not in job.output and not (run / "eval/manifest.json").exists(), job.output
+
+    again = Job(run, file)
+    wait_until(lambda: again.state in ("COMPLETED", "FAILED"), f"the end: {again.output}")
+    assert again.state == "COMPLETED" and "resumes at step" in again.output, again.output
+    for name in WRITTEN:
+        assert filecmp.cmp(run / name, straight / name, shallow=False), name
+
+
 def test_what_is_wrong_with_the_file_is_told_in_the_words_of_slurm(cluster: Path, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     file = printed(run, **{r"##SBATCH --partition=NAME": "#SBATCH --partition=nowhere"})

@@ -1,9 +1,13 @@
-"""A stand-in for a vLLM server, which answers by HFEngine with the weights that it was sent."""
+"""A stand-in for a vLLM server, which answers by HFEngine with the weights that it was sent.
+
+`python stand_in_vllm.py MODEL HOST PORT` serves a folder until it is killed.
+"""
 
 import atexit
 import copy
 import json
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -19,11 +23,13 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models.batch import Prompts, StopTokenId
+from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
 
 BASE = "sft"
+AWAKE_OR_ASLEEP = ("/health", "/v1/models", "/is_sleeping", "/wake_up", "/sleep?level=1", "/weight_info")
 LOADING = threading.Lock()  # while transformers loads weights, it patches its classes for all threads
 
 
@@ -55,7 +61,7 @@ class StandIn:
     A fault returns (status, bytes), or None for the right answer, or raises ConnectionError to answer with nothing.
     """
 
-    def __init__(self, model: Any, max_model_len: int = 256) -> None:
+    def __init__(self, model: Any, max_model_len: int = 256, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.first, self.max_model_len = model, max_model_len
         self.lock, self.faults = threading.Lock(), list[Callable[[str, Any], Any]]()
         self.requests: list[tuple[str, Any]] = []
@@ -88,14 +94,15 @@ class StandIn:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = Listener(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.http = Listener(address, Handler)
+        self.url = f"http://{address[0]}:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def restart(self) -> None:
         """Forget all weights but the first."""
         self.models: dict[str, Any] = {BASE: self.first}
         self.version = "default"
+        self.asleep = False
 
     def answer(self, path: str, body: Any) -> tuple[int, bytes]:
         with self.lock:
@@ -103,6 +110,8 @@ class StandIn:
             fault = self.faults.pop(0) if self.faults else None
             if fault and (answer := fault(path, body)):
                 return answer
+            if self.asleep and path not in AWAKE_OR_ASLEEP:
+                return 400, b"the server sleeps"
             with torch.no_grad():
                 return self._answers.get(path, lambda self, body: (404, b"no such path"))(self, body)
 
@@ -138,6 +147,10 @@ class StandIn:
             self.models[BASE] = AutoModelForCausalLM.from_pretrained(body["kwargs"]["weights_path"]).eval()
         return 200, b'{"results": [null]}'
 
+    def _set_asleep(self, asleep: bool) -> tuple[int, bytes]:
+        self.asleep = asleep
+        return 200, b""
+
     def _set_version(self, body: Any) -> tuple[int, bytes]:
         self.version = body["new_version"]
         return 200, b"{}"
@@ -155,6 +168,9 @@ class StandIn:
         "/v1/completions": _complete,
         "/v1/load_lora_adapter": _load_adapter,
         "/v1/unload_lora_adapter": _unload_adapter,
+        "/sleep?level=1": lambda self, body: self._set_asleep(True),
+        "/wake_up": lambda self, body: self._set_asleep(False),
+        "/is_sleeping": lambda self, body: (200, json.dumps({"is_sleeping": self.asleep}).encode()),
         "/pause?mode=wait": lambda self, body: (200, b"{}"),
         "/resume": lambda self, body: (200, b"{}"),
         "/reset_prefix_cache": lambda self, body: (200, b""),
@@ -178,6 +194,13 @@ def served(model: Any, stop: StopTokenId, pad: int, temperature: float = 1.0, **
     engine = VLLMEngine(
         VLLMClient(stand_in.url, "disk", HTTPClient()), copy.deepcopy(model), write,
         replace(probe, seeds=(1, 2, 3), response_length=8), stop, pad, temperature, False, 0.1, 5.0, 60, print,
+        SINGLE_PROCESS,
     )  # fmt: skip
     engine.served, engine.weights = BASE, (stand_in.version, folder)
     return engine
+
+
+if __name__ == "__main__":
+    _, served_model, host, port = sys.argv
+    StandIn(AutoModelForCausalLM.from_pretrained(served_model).eval(), address=(host, int(port)))
+    threading.Event().wait()

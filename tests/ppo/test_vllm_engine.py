@@ -19,6 +19,7 @@ from rlhf_cli.config.sections import LoRA
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models import lora, save
+from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
 from tests.ppo.test_rollout import responses, seeded
@@ -73,7 +74,7 @@ class Pair:
         values = {"max_gap": 0.1, "max_wait": 5.0, "longest_row": 60, **options}
         self.engine = VLLMEngine(
             self.server, self.ref, self.write, probed, tiny.EOS, tiny.PAD, temperature, False,
-            report=self.reports.append, **values,
+            report=self.reports.append, process_group=SINGLE_PROCESS, **values,
         )  # fmt: skip
 
     def write(self, role: str, update: int) -> tuple[str, Path]:
@@ -287,6 +288,24 @@ def test_a_restart_between_two_rollouts_is_noticed(make):
     pair.stand_in.restart()
     assert responses(pair.engine.generate(prompts)) == expected
     assert "version 'default'" in pair.reports[0]
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_server_that_sleeps_wakes_up_for_each_sync_also_after_a_restart(make, sync):
+    """While it sleeps, the stand-in refuses every request for weights or tokens."""
+    pair, prompts = make(sync), seeded(tiny.prompts(4))
+    pair.server.sleeps = True
+    for update in range(4):
+        pair.sync(update)
+        expected = responses(HFEngine(pair.policy, tiny.EOS, tiny.PAD, 0.7).generate(prompts))
+        assert responses(pair.engine.generate(prompts)) == expected
+        pair.engine.release_memory()
+        assert pair.stand_in.asleep
+        if update == 2:
+            pair.stand_in.restart()
+        pair.train()
+    paths = [path for path, _ in pair.stand_in.requests]
+    assert paths.count("/sleep?level=1") == 4 and paths.count("/wake_up") == 2
 
 
 def test_r20_a_server_that_stays_away_ends_the_run(make):

@@ -35,6 +35,7 @@ class Group(Pair):
             engine = VLLMEngine(
                 client, one.ref, self.write_once, one.probe, one.stop_token_id, one.pad_token_id,
                 one.temperature, one.bf16, one.max_gap, one.max_wait, one.longest_row, self.reports.append,
+                one.process_group,
             )  # fmt: skip
             engines.append(engine)
         self.group = VLLMServers(engines)

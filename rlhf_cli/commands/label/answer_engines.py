@@ -43,7 +43,9 @@ class ServedAnswers:
     def draw(self, policy: ChatModel, prompts: Prompts) -> Rollout:
         """Return a policy's answers. Raises RLHFError R19, R20."""
         self.servers.use(_served(policy))
-        return self.servers.engine.generate(prompts).to(devices.device())
+        answers = self.servers.engine.generate(prompts)
+        self.servers.engine.release_memory()
+        return answers.to(devices.device())
 
     def close(self) -> None:
         """Delete the weights that the servers have read."""

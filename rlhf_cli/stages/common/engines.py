@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli import runs, terminal
+from rlhf_cli import distributed, runs, terminal
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.ppo import EngineChoice, VLLMServerSettings, engine_name
 from rlhf_cli.data.sampling import derive_seed
@@ -15,6 +15,7 @@ from rlhf_cli.files import files_sha256, json_sha256
 from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models import devices
 from rlhf_cli.models.batch import Prompts, StopTokenId
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import graph_engine
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine, Weights
@@ -94,13 +95,15 @@ class ServerWeights:
     keep: int = 3
 
     def __call__(self, role: str, update: int) -> Weights:
-        """Write the weights of the "policy" or the "reference"; return their version and folder.
+        """Write the weights of the "policy" or the "reference"; return their version and folder. All ranks call it.
 
-        A version is the name of one content: run, update and hash.
+        A version is the name of one content: run, update and hash. Only the main process, which writes, knows it.
         """
         folder = self.folder / role
         name = runs.step_name(update)
         path = runs.commit_state(folder, name, lambda path: self.save(role, path), keep=self.keep).resolve()
+        if not distributed.is_main_process():
+            return "", path
         content = files_sha256(sorted(path.glob("*.safetensors")))
         run_hash = json_sha256(str(path.parents[1]))
         return f"{run_hash[:8]}-{role}-update-{update}-{content[:8]}", path
@@ -138,11 +141,13 @@ def server_engine(
     *,
     weights: Callable[[str, int], Weights | None],
     probe: Probe,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     names: Sequence[str] = (),
 ) -> VLLMEngine | VLLMServers:
     """Return the engine of the servers of a config, or of RLHF_ROLLOUT_URLS. Raises RLHFError C17.
 
-    `names` of the policies that get drawn from in turn, by the number of their sync; without them it is PPO's.
+    All ranks of `process_group` sync weights together; by default one process alone has the engine. `names` of the
+    policies that get drawn from in turn, by the number of their sync; without them it is PPO's.
     """
     stage = drawing.stage
     urls = server_urls(section)
@@ -150,7 +155,7 @@ def server_engine(
     engines = []
     for url in urls:
         engine = VLLMEngine(
-            server=VLLMClient(url, sync, HTTPClient(section.timeout, section.retries)),
+            server=VLLMClient(url, sync, HTTPClient(section.timeout, section.retries), sleeps=section.sleep),
             ref=probe.ref,
             write=weights,
             probe=probe.rows(),
@@ -162,6 +167,7 @@ def server_engine(
             max_wait=section.wait,
             longest_row=probe.longest_row,
             report=lambda text: terminal.say(f"{stage:<8} {text}"),
+            process_group=process_group,
             stage=stage,
             names=names,
         )

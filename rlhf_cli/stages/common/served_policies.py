@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli import runs
+from rlhf_cli import distributed, runs
 from rlhf_cli.config.ppo import VLLMServerSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import remove
 from rlhf_cli.models import lora, save
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.vllm_engine import Weights
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import engines
@@ -59,6 +60,7 @@ class ServedPolicies:
         probe: Probe,
         folder: Path,
         tokenizer: Any,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Connect to nothing yet. Raises RLHFError C17 as `engines.server_urls`."""
         self.base = base
@@ -73,12 +75,16 @@ class ServedPolicies:
             drawing,
             weights=self._write,
             probe=probe,
+            process_group=process_group,
             names=self.names,
         )
 
     def use(self, policy: ServedPolicy) -> None:
-        """Send a policy's weights, and check that the servers have them. Raises RLHFError R19, R20."""
-        if self.names[-1:] == [policy.name]:
+        """Send a policy's weights, and check that the servers have them. All ranks call it.
+
+        Raises RLHFError R19, R20.
+        """
+        if self.names[-1:] == [policy.name] and not self.engine.sleeps:
             return
         self.policy = policy
         self.names.append(policy.name)
@@ -96,6 +102,8 @@ class ServedPolicies:
         return ServerWeights(self.folder, partial(self._save, policy), keep=1)(role, number)
 
     def _save(self, policy: ServedPolicy, role: str, path: Path) -> None:
+        if not distributed.is_main_process():
+            return
         if self.sends_adapters:
             lora.copy_scaled(policy.parent.model, path, 1.0 if policy.share is None else policy.share)
         else:

@@ -36,8 +36,7 @@ class PolicyEngines:
         servers = self.servers
         if servers is None:
             return engines.best_engine(model, self.drawing, loaded.config.models.engine)
-        policy = _served(loaded, name, parent, model, share=share)
-        loaded.stage.process_group.run_on_main(lambda: servers.use(policy))
+        servers.use(_served(loaded, name, parent, model, share=share))
         return servers.engine
 
 
@@ -89,6 +88,7 @@ def _open_servers(
         ),
         folder=config.folder / engines.WEIGHTS,
         tokenizer=loaded.tokenizer,
+        process_group=loaded.stage.process_group,
     )
 
 

@@ -19,6 +19,7 @@ from rlhf_cli.models import devices, forward
 from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.rewards.model import RewardModels, model_scores
 from rlhf_cli.rewards.signature import TextRows
@@ -209,9 +210,9 @@ class PolicyEvaluator:
         A server draws all rows for the first rank: its draws depend on the batch.
         """
         group = self.process_group
-        if engine.deterministic:
+        if isinstance(engine, HFEngine):
             return group.map_rows(len(prompts), lambda part: function(engine.generate(prompts.rows(part))))
-        rollout = group.run_on_main(lambda: engine.generate(prompts)).to(devices.device())
+        rollout = group.run_on_main(lambda: engine.generate(prompts), engine.join).to(devices.device())
         return group.map_rows(len(prompts), lambda part: function(rollout.rows(part)))
 
     def _judge(

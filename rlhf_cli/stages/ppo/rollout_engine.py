@@ -75,7 +75,7 @@ class PolicyWeights:
     tokenizer: Any
 
     def __call__(self, role: str, path: Path) -> None:
-        """Write the weights of one role."""
+        """Write the weights of one role. All ranks call it."""
         if role != "policy":
             save.save_untied(self.ref, self.tokenizer, path)
         elif self.config.models.server_sync == "lora":
@@ -86,7 +86,9 @@ class PolicyWeights:
             save.save_untied(self.policy, self.tokenizer, path)
 
 
-def server_engine(config: PPOConfig, write: PolicyWeights, prompts: Sequence[list[int]], how: Drawing) -> RolloutEngine:
+def server_engine(
+    config: PPOConfig, write: PolicyWeights, prompts: Sequence[list[int]], how: Drawing, process_group: ProcessGroup
+) -> RolloutEngine:
     """Return the engine of models.engine.vllm. Its probe are some of the run's prompts. Raises RLHFError C17."""
     settings = config.ppo
     section = config.models.server
@@ -104,4 +106,5 @@ def server_engine(config: PPOConfig, write: PolicyWeights, prompts: Sequence[lis
             seed=config.seed,
             max_gap=settings.max_logprob_gap,
         ),
+        process_group=process_group,
     )

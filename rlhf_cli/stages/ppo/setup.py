@@ -99,7 +99,8 @@ def load_components(
     engine: RolloutEngine
     if config.models.server:
         weights = rollout_engine.PolicyWeights(config, models.saved, models.ref, tokenizer)
-        engine = rollout_engine.server_engine(config, weights, [prompt.ids for prompt in prompts], drawing)
+        prompt_ids = [prompt.ids for prompt in prompts]
+        engine = rollout_engine.server_engine(config, weights, prompt_ids, drawing, process_group)
     else:
         engine = rollout_engine.local_engine(config, models.policy, drawing, loading)
     num_updates = settings.num_updates(len(prompts))

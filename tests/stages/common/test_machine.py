@@ -1,6 +1,7 @@
 """E01, E03, E04, E10, E11 through the real CLI: what this machine cannot do is said before a training, or ends it."""
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -137,6 +138,12 @@ def test_e03_counts_shards_and_shared_layers(three: Path, monkeypatch: pytest.Mo
     assert needed("ppo", "ppo.fsdp=true") < 0.9 * needed("ppo")  # tiny models are mostly embeddings
     assert needed("ppo", "ppo.fsdp=hybrid") >= needed("ppo")  # each machine has one of the processes
     assert needed("ppo", "ppo.num_shared_layers=1") < needed("ppo")
+
+    body = json.loads((three / "model/config.json").read_text())
+    (three / "model/config.json").write_text(json.dumps({**body, "num_hidden_layers": 99, "layer_types": None}))
+    rloo = ("ppo.fsdp=true", "ppo.advantage=rloo", "ppo.num_samples_per_prompt=4")  # no value model
+    by_server = needed("ppo", *rloo, "models.engine={vllm: {url: 'http://h'}}")
+    assert by_server < 0.9 * needed("ppo", *rloo)  # no process has the whole policy in a rollout
 
 
 @pytest.mark.full

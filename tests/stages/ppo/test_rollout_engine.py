@@ -1,6 +1,7 @@
 """Rollout engines of a run draw the same tokens, through stops and restarts."""
 
 import json
+import re
 
 import pytest
 from ppo_folder import ONE, fails, lines, manifest, must_succeed, ppo, settings, stop_in_update, untimed, weights
@@ -81,6 +82,35 @@ def test_two_servers_draw_the_tokens_of_hf_and_a_scheduler_may_move_them(run_fol
     for wrong in ("localhost:8000", f"{first.url},{first.url}", f"{first.url},"):
         monkeypatch.setenv("RLHF_ROLLOUT_URLS", wrong)
         fails(ppo(run_folder, *engine, "--fresh"), "C17", "addresses must differ, without spaces")
+
+
+def test_a_server_that_shares_the_gpu_sleeps_except_in_rollouts(run_folder, ppo_run):
+    """The stand-in refuses every request for weights or tokens while it sleeps; `sleep` is no part of the identity."""
+    server = StandIn(AutoModelForCausalLM.from_pretrained(run_folder / "sft_model").eval(), 64)
+    engine = f"models.engine={{vllm: {{url: '{server.url}', wait: 0.1}}}}"
+    sleep = ("-s", "models.engine.vllm.sleep=true")
+    stop_in_update(run_folder, 3, "-s", engine, *sleep)
+    assert server.asleep
+    must_succeed(ppo(run_folder, "-s", engine, *sleep), "resumes at step")
+    ours, plain = (lines(folder / "ppo/samples.jsonl") for folder in (run_folder, ppo_run))
+    assert [row["response"] for row in ours] == [row["response"] for row in plain]
+
+    turns = "".join(TURNS.get(path, "") for path, _ in server.requests)
+    assert re.fullmatch(r"(ld+)+s(w(ld+)+s)+", turns) and turns.count("s") == 5, turns  # 4 updates, and at the end
+    must_succeed(ppo(run_folder, "-s", engine), "finished already")
+
+
+TURNS = {"/wake_up": "w", "/collective_rpc": "l", "/v1/completions": "d", "/sleep?level=1": "s"}
+
+
+def test_r20_a_server_that_cannot_sleep_is_refused_before_the_first_update(run_folder, monkeypatch):
+    server = StandIn(AutoModelForCausalLM.from_pretrained(run_folder / "sft_model").eval(), 64)
+    without = {path: answer for path, answer in StandIn._answers.items() if "sleep" not in path}
+    monkeypatch.setattr(StandIn, "_answers", without)
+    engine = f"models.engine={{vllm: {{url: '{server.url}', wait: 0.1, sleep: true}}}}"
+    text = f"{server.url} /is_sleeping answered 404 Not Found: 'no such path': it cannot sleep"
+    fails(ppo(run_folder, "-s", engine), "R20", text, "remove models.engine.vllm.sleep", exit_code=1)
+    assert not [path for path, _ in server.requests if path == "/v1/completions"]
 
 
 def unavailable(path: str, body: object) -> tuple[int, bytes]:
