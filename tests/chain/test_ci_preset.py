@@ -193,9 +193,9 @@ def rounds(folder: Path) -> Path:
     """The folder with two finished next rounds of the run: straight/, and killed/ whose PPO was killed in update 2."""
     home = folder / "home"
     judge = "def short(prompts, responses):\n    return [-len(each) for each in responses]\n"
-    (folder / "run/judge.py").write_text(judge)
+    (folder / "run/brevity.py").write_text(judge)  # no test in this process has imported this name
     begin = in_run_folder(folder)
-    must_succeed(canaries.rlhf(home, "label", "run", "--by", "judge:short", "--n", "30", before=begin))
+    must_succeed(canaries.rlhf(home, "label", "run", "--by", "brevity:short", "--n", "30", before=begin))
     before = fingerprint(folder / "run")
     for name in ("straight", "killed"):
         must_succeed(canaries.rlhf(home, "init", "next", "run", name, before=begin))
