@@ -125,6 +125,7 @@ class RewardSourceSettings(Section):
 
 
 ServerAddress = Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+$")]
+ServerAddresses = Annotated[list[ServerAddress], Field(min_length=1)]
 
 
 def _as_list(value: Any) -> Any:
@@ -141,9 +142,8 @@ class VLLMServerSettings(Section):
     """vLLM servers that generate the responses. They must see the run's folder."""
 
     url: Annotated[
-        list[ServerAddress],
-        Field(min_length=1),
-        BeforeValidator(_as_list, json_schema_input_type=ServerAddress | list[ServerAddress]),
+        ServerAddresses,
+        BeforeValidator(_as_list, json_schema_input_type=ServerAddress | ServerAddresses),
         AfterValidator(_require_different),
     ]
     sync: Literal["lora", "disk"] | None = None
