@@ -54,7 +54,7 @@ def opened(chromium: "Browser", address: str, look: str = "light", *, scripts: b
     page.goto(address)
     try:
         yield page
-        assert messages == []
+        assert not messages, messages
         origin = address.partition("?")[0]
         assert [url for url in asked if not url.startswith((origin, "data:"))] == []
     finally:
