@@ -46,11 +46,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_run(folder: Path) -> Path:
-    """Return a run of the ci preset whose first stage takes longer than Slurm's shortest time limit lets it."""
+    """Return a run of the ci preset whose PPO takes long enough to be stopped twice, if the stages before it are done."""
     run = folder / "ci"
     must_succeed(child("init", "ci", run))
     file = run / "sft.yaml"
     file.write_text(file.read_text().replace("max_steps: 200", "max_steps: 300"))
+    ppo = run / "ppo.yaml"
+    ppo.write_text(ppo.read_text().replace("total_episodes: 96", "total_episodes: 640"))
     return run
 
 
