@@ -46,7 +46,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_run(folder: Path) -> Path:
-    """Return a run of the ci preset whose PPO takes long enough to be stopped twice, if the stages before it are done."""
+    """Return a run of the ci preset with a PPO that takes long enough to be stopped twice."""
     run = folder / "ci"
     must_succeed(child("init", "ci", run))
     file = run / "sft.yaml"
