@@ -107,7 +107,8 @@ def run_stage_in(
         resumes=status == "resume",
         memory=memory,
     )
-    train(config, stage)
+    with process_group.translate_dist_errors():
+        train(config, stage)
 
 
 def manifest_fields(rows: data.Rows[Any], tokenizer: Any, stop_token_id: StopTokenId) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _run_trainer(trainer: Any, log: MetricsLog, stage: str, resumed: Resumed) ->
         trainer.add_callback(TrainingCallback(trainer, log, stage, stop=stop, bars=bars, resumed=resumed.sums))
         if trainer.best:
             trainer.add_callback(trainer.best)
-        with _reject_unsafe_pickles(checkpoint), trainer.process_group.translate_dist_errors():
+        with _reject_unsafe_pickles(checkpoint):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     terminal.say(f"{stage:<8} {trainer.cost}")
     return int(trainer.state.max_steps)
