@@ -152,11 +152,15 @@ def _sampling_from_servers(run: Path, ppo: PPOConfig) -> list[PPOConfig | EvalCo
 
 def _longest_row(stage: PPOConfig | EvalConfig, ppo: PPOConfig, tokenizer: Any, body: Any) -> int:
     """Return the tokens of a stage's longest prompt and of its longest response."""
-    response = ppo.ppo.max_response_length
-    if isinstance(stage, EvalConfig) and stage.eval.response_length:
-        response = stage.eval.response_length
-    keys = ["data.prompts"] if isinstance(stage, EvalConfig) else sorted(stage.sources().keys() - {"data.ptx_data"})
-    return response + max(reading.read_prompts(stage, key, tokenizer, body, response).longest for key in keys)
+    if isinstance(stage, EvalConfig):
+        keys = ["data.prompts"]
+        response = stage.eval.response_length or ppo.ppo.max_response_length
+    else:
+        keys = sorted(stage.sources().keys() - {"data.ptx_data"})
+        response = ppo.ppo.max_response_length
+
+    prompts = [reading.read_prompts(stage, key, tokenizer, body, response) for key in keys]
+    return response + max(rows.longest for rows in prompts)
 
 
 def _address(url: str) -> str:

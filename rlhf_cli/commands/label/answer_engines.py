@@ -74,19 +74,12 @@ def open_servers(
     named = [(policy.name, policy.parent) for policy in policies]
     sync = choose_sync(section, base.parent, named, config.where("models.engine.vllm.sync"))
     engines.announce_servers("label", section, config.run)
-    settings = config.ppo
     servers = ServedPolicies(
         section,
         sync,
         drawing,
         base=_served(base),
-        probe=Probe(
-            base.weights,
-            prompts,
-            settings.max_response_length,
-            seed=config.seed,
-            max_gap=settings.max_logprob_gap,
-        ),
+        probe=Probe.of(config, base.weights, prompts),
         folder=folder / engines.WEIGHTS,
         tokenizer=tokenizer,
     )

@@ -4,11 +4,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from rlhf_cli import distributed, runs, terminal
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.ppo import EngineChoice, VLLMServerSettings, engine_name
+from rlhf_cli.config.ppo import EngineChoice, PPOConfig, VLLMServerSettings, engine_name
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import files_sha256, json_sha256
@@ -118,6 +118,12 @@ class Probe:
     response_length: int
     seed: int
     max_gap: float  # nats per token
+
+    @classmethod
+    def of(cls, config: PPOConfig, ref: Any, prompts: Sequence[list[int]]) -> Self:
+        """Return the probe of a PPO run."""
+        settings = config.ppo
+        return cls(ref, prompts, settings.max_response_length, seed=config.seed, max_gap=settings.max_logprob_gap)
 
     @property
     def longest_row(self) -> int:

@@ -168,7 +168,6 @@ class PolicyEvaluator:
         )
         engine.temperature = self._temperature(mode)
         sampled = self._map_responses(engine, prompts, partial(self._judge, name, mode, policy, sft))
-        engine.release_memory()
         responses = concat_responses([part for part, _ in sampled])
         ids = list(chain.from_iterable(part_ids for _, part_ids in sampled))
 
@@ -211,8 +210,11 @@ class PolicyEvaluator:
         """
         group = self.process_group
         if isinstance(engine, HFEngine):
-            return group.map_rows(len(prompts), lambda part: function(engine.generate(prompts.rows(part))))
+            results = group.map_rows(len(prompts), lambda part: function(engine.generate(prompts.rows(part))))
+            engine.release_memory()
+            return results
         rollout = group.run_on_main(lambda: engine.generate(prompts), engine.join).to(devices.device())
+        engine.release_memory()  # the judges may need what a server that sleeps frees
         return group.map_rows(len(prompts), lambda part: function(rollout.rows(part)))
 
     def _judge(

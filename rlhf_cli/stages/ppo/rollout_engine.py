@@ -90,7 +90,6 @@ def server_engine(
     config: PPOConfig, write: PolicyWeights, prompts: Sequence[list[int]], how: Drawing, process_group: ProcessGroup
 ) -> RolloutEngine:
     """Return the engine of models.engine.vllm. Its probe are some of the run's prompts. Raises RLHFError C17."""
-    settings = config.ppo
     section = config.models.server
     assert section
     engines.announce_servers("ppo", section, config.run)
@@ -99,12 +98,6 @@ def server_engine(
         config.models.server_sync,
         how,
         weights=engines.ServerWeights(config.folder / engines.WEIGHTS, write),
-        probe=engines.Probe(
-            write.ref,
-            prompts,
-            settings.max_response_length,
-            seed=config.seed,
-            max_gap=settings.max_logprob_gap,
-        ),
+        probe=engines.Probe.of(config, write.ref, prompts),
         process_group=process_group,
     )
