@@ -10,7 +10,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.graph_engine import GraphEngine, reason_against
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
+from rlhf_cli.ppo.vllm_client import VLLMClient
+from rlhf_cli.ppo.vllm_server import SentPolicy, VLLMServer
 
 PROMPT = 32  # tokens
 
@@ -41,14 +41,12 @@ def make_engines(model: Any, length: int, bf16: bool, url: str | None) -> dict[s
     if reason_against(model) is None:
         engines["graph"] = GraphEngine(model, None, 0, bf16=bf16).generate
     if url:
-        server = VLLMClient(url, "lora", HTTPClient(600.0, 0))
-        server.read_models(PROMPT + length)
-        assert server.served
-        engine = VLLMEngine(
-            server, None, lambda role, update: ("", Path()), Prompts.from_lists([[1]]), None, 0, 1.0, bf16, 0.1, 0.0, 0,
-            print, served=server.served,
-        )  # fmt: skip
-        engines["vllm"] = engine.generate
+        client = VLLMClient(url, "lora", HTTPClient(600.0, 0))
+        client.read_models(PROMPT + length)
+        assert client.served
+        policy = SentPolicy(None, Prompts.from_lists([[1]]), None, 0, 1.0, bf16=bf16, max_gap=0.1)
+        server = VLLMServer(client, policy, max_wait=0.0, longest_row=0, report=print, served=client.served)
+        engines["vllm"] = lambda prompts: server.generate(prompts, 1.0)
     return engines
 
 

@@ -23,10 +23,11 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models.batch import Prompts, StopTokenId
-from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
+from rlhf_cli.ppo.vllm_client import VLLMClient
+from rlhf_cli.ppo.vllm_engine import VLLMEngine
+from rlhf_cli.ppo.vllm_server import SentPolicy, VLLMServer
 
 BASE = "sft"
 AWAKE_OR_ASLEEP = ("/health", "/v1/models", "/is_sleeping", "/wake_up", "/sleep?level=1", "/weight_info")
@@ -190,14 +191,12 @@ def served(model: Any, stop: StopTokenId, pad: int, temperature: float = 1.0, **
         model.save_pretrained(path)
         return path.name, path
 
-    probe = Prompts.from_lists([[5, 6, 7], [8, 9], [4]])
-    engine = VLLMEngine(
-        VLLMClient(stand_in.url, "disk", HTTPClient()), copy.deepcopy(model), write,
-        replace(probe, seeds=(1, 2, 3), response_length=8), stop, pad, temperature, False, 0.1, 5.0, 60, print,
-        SINGLE_PROCESS,
-    )  # fmt: skip
-    engine.served, engine.weights = BASE, (stand_in.version, folder)
-    return engine
+    probe = replace(Prompts.from_lists([[5, 6, 7], [8, 9], [4]]), seeds=(1, 2, 3), response_length=8)
+    policy = SentPolicy(copy.deepcopy(model), probe, stop, pad, temperature, bf16=False, max_gap=0.1)
+    policy.weights = (stand_in.version, folder)
+    client = VLLMClient(stand_in.url, "disk", HTTPClient())
+    server = VLLMServer(client, policy, max_wait=5.0, longest_row=60, report=print, served=BASE)
+    return VLLMEngine([server], policy, write, temperature)
 
 
 if __name__ == "__main__":

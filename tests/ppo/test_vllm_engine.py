@@ -1,4 +1,7 @@
-"""The engine that asks a vLLM server, against a stand-in: ten faults of a sync, and a server that fails."""
+"""The engine that asks a vLLM server, against a stand-in: ten faults of a sync, and a server that fails.
+
+Modules: `ppo/vllm_client.py`.
+"""
 
 import copy
 import itertools
@@ -19,9 +22,10 @@ from rlhf_cli.config.sections import LoRA
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models import lora, save
-from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
+from rlhf_cli.ppo.vllm_client import VLLMClient
+from rlhf_cli.ppo.vllm_engine import VLLMEngine
+from rlhf_cli.ppo.vllm_server import SentPolicy, VLLMServer
 from tests.ppo.test_rollout import responses, seeded
 
 pytestmark = pytest.mark.full
@@ -69,18 +73,17 @@ class Pair:
             self.saved = lora.add_adapters(self.saved, settings, revision=None, **made)
         self.policy = lora.unwrap(self.saved)
         self.stand_in = None if url else StandIn(served or copy.deepcopy(self.ref))
-        self.server: Any = Planted(url or self.stand_in.url, sync, HTTPClient(60.0, 1))
+        self.client: Any = Planted(url or self.stand_in.url, sync, HTTPClient(60.0, 1))
         probed = seeded(tiny.prompts(probe[0]), length=probe[1])
-        values = {"max_gap": 0.1, "max_wait": 5.0, "longest_row": 60, **options}
-        self.engine = VLLMEngine(
-            self.server, self.ref, self.write, probed, tiny.EOS, tiny.PAD, temperature, False,
-            report=self.reports.append, process_group=SINGLE_PROCESS, **values,
-        )  # fmt: skip
+        self.sent = SentPolicy(self.ref, probed, tiny.EOS, tiny.PAD, temperature, bf16=False, max_gap=0.1)
+        values = {"max_wait": 5.0, "longest_row": 60, **options}
+        self.server = VLLMServer(self.client, self.sent, report=self.reports.append, **values)
+        self.engine = VLLMEngine([self.server], self.sent, self.write, temperature)
 
     def write(self, role: str, update: int) -> tuple[str, Path]:
         self.count = next(NUMBERS)
         path = self.folder / f"{role}_{self.count}"
-        if role == "policy" and self.server.sync == "lora":
+        if role == "policy" and self.client.sync == "lora":
             save.save_model(self.saved, Nothing(), path, "")
         else:
             save.save_untied(self.ref if role == "reference" else self.policy, Nothing(), path)
@@ -121,7 +124,7 @@ def change(key: str, value: Callable[[Any], Any]) -> Callable[[str, Any], Any]:
 
 def old_part(pair: Pair, part: str) -> Callable[[str, Any], Any]:
     """Weights of which the `part` is that of the sync before."""
-    before = pair.engine.weights[1]
+    before = pair.sent.weights[1]
 
     def plant(path: str, body: Any) -> Any:
         if path == "/collective_rpc":
@@ -135,7 +138,7 @@ def old_part(pair: Pair, part: str) -> Callable[[str, Any], Any]:
 
 
 def old_adapter(pair: Pair) -> Callable[[str, Any], Any]:
-    before = pair.engine.weights[1]
+    before = pair.sent.weights[1]
     return lambda path, body: {**body, "lora_path": str(before)} if path == "/v1/load_lora_adapter" else body
 
 
@@ -162,7 +165,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(http_client, "sleep", pause)
-    monkeypatch.setattr("rlhf_cli.ppo.vllm_engine.HEALTH_INTERVAL_S", 0.01)
+    monkeypatch.setattr("rlhf_cli.ppo.vllm_client.HEALTH_INTERVAL_S", 0.01)
 
 
 @pytest.fixture
@@ -192,9 +195,9 @@ def notices_fault(pair: Pair, fault: str) -> None:
     pair.sync(0)
     pair.train()
     _, plant, message = FAULTS[fault]
-    pair.server.plant = plant(pair)
+    pair.client.plant = plant(pair)
     refused(lambda: pair.sync(1), message)
-    pair.server.plant = Planted.plant
+    pair.client.plant = Planted.plant
     pair.sync(1)
 
 
@@ -213,7 +216,7 @@ def test_after_each_sync_the_server_draws_from_the_new_weights(make, sync):
         pair.train()
     assert drawn[0] != drawn[1] != drawn[2] != drawn[3] and not pair.reports
     if sync == "lora":  # two are kept
-        assert list(pair.stand_in.models) == [BASE, f"run-policy-update-{pair.count - 1}", pair.engine.weights[0]]
+        assert list(pair.stand_in.models) == [BASE, f"run-policy-update-{pair.count - 1}", pair.sent.weights[0]]
 
 
 @pytest.mark.parametrize(("fault", "sync"), CASES)
@@ -240,7 +243,7 @@ def test_r19_a_filter_whose_log_probs_are_those_of_all_tokens(make):
     pair = make("disk", temperature=1.0, probe=(6, 16))
     pair.stand_in.processed = False
     pair.sync(0)
-    pair.server.plant = change("top_k", lambda k: 2)
+    pair.client.plant = change("top_k", lambda k: 2)
     refused(lambda: pair.sync(1), "R19 draws from another distribution")
 
 
@@ -294,7 +297,7 @@ def test_a_restart_between_two_rollouts_is_noticed(make):
 def test_a_server_that_sleeps_wakes_up_for_each_sync_also_after_a_restart(make, sync):
     """While it sleeps, the stand-in refuses every request for weights or tokens."""
     pair, prompts = make(sync), seeded(tiny.prompts(4))
-    pair.server.sleeps = True
+    pair.client.sleeps = True
     for update in range(4):
         pair.sync(update)
         expected = responses(HFEngine(pair.policy, tiny.EOS, tiny.PAD, 0.7).generate(prompts))

@@ -112,8 +112,8 @@ def real(urls: dict[str, str], tmp_path: Path) -> Any:
     def engine(model: Any, stop: Any, pad: int, temperature: float = 1.0, **_: Any) -> Any:
         pair = Pair(tmp_path, "disk", url=urls["disk"], probe=(12, 16), temperature=temperature)
         pair.policy = model
-        pair.engine.stop_token_id = stop
-        pair.engine.ref = model
+        pair.sent.stop_token_id = stop
+        pair.sent.ref = model
         pair.ref = model
         pair.sync(0)
         return pair.engine
@@ -154,7 +154,7 @@ def test_the_same_seeds_draw_the_same_tokens_after_each_sync(make: Any, sync: st
         assert responses(pair.engine.generate(prompts)) == drawn[-1]
         pair.train()
     assert drawn[0] != drawn[1] != drawn[2] and not pair.reports
-    assert pair.engine.noise < 1e-4
+    assert pair.server.noise < 1e-4
 
 
 @pytest.mark.parametrize(("fault", "sync"), CASES)
@@ -165,7 +165,7 @@ def test_a_planted_fault_is_noticed(make: Any, fault: str, sync: str) -> None:
 def test_a_penalty_is_noticed(make: Any) -> None:
     pair = make("disk")
     pair.sync(0)
-    pair.server.plant = change("repetition_penalty", lambda _: 1.5)
+    pair.client.plant = change("repetition_penalty", lambda _: 1.5)
     refused(lambda: pair.sync(1), "R19 does not draw from the weights of the policy")
 
 

@@ -12,7 +12,7 @@ from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.common import engines
 from rlhf_cli.stages.common.engines import Drawing, Probe
-from rlhf_cli.stages.common.served_policies import ServedPolicies, ServedPolicy, choose_sync
+from rlhf_cli.stages.common.served_policies import ServedPolicies, ServedPolicy
 
 
 @dataclass
@@ -69,18 +69,13 @@ def open_servers(
 
     `base`: the SFT model, loaded, with which servers of adapters were started.
     """
-    section = config.models.server
-    assert section
-    named = [(policy.name, policy.parent) for policy in policies]
-    sync = choose_sync(section, base.parent, named, config.where("models.engine.vllm.sync"))
-    engines.announce_servers("label", section, config.run)
     servers = ServedPolicies(
-        section,
-        sync,
+        config,
         drawing,
+        {policy.name: policy.parent for policy in policies},
         base=_served(base),
         probe=Probe.of(config, base.weights, prompts),
-        folder=folder / engines.WEIGHTS,
+        folder=folder,
         tokenizer=tokenizer,
     )
     return ServedAnswers(servers)

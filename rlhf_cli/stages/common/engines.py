@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from rlhf_cli import distributed, runs, terminal
 from rlhf_cli.config.base import Config
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import EngineChoice, PPOConfig, VLLMServerSettings, engine_name
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, shown
@@ -18,8 +19,9 @@ from rlhf_cli.models.batch import Prompts, StopTokenId
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import graph_engine
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine, Weights
-from rlhf_cli.ppo.vllm_servers import VLLMServers
+from rlhf_cli.ppo.vllm_client import VLLMClient
+from rlhf_cli.ppo.vllm_engine import VLLMEngine
+from rlhf_cli.ppo.vllm_server import SentPolicy, VLLMServer, Weights
 
 # Prompts and response tokens by which each sync of a server is checked.
 PROBE_ROWS = 16
@@ -80,12 +82,6 @@ def weights_folder(config: Config, role: str, update: int) -> Path:
     return config.folder / WEIGHTS / role / runs.step_name(update)
 
 
-def announce_servers(stage: str, section: VLLMServerSettings, run: str) -> None:
-    """Say which servers draw the answers. Raises RLHFError C17 as `server_urls`."""
-    text = f"{' and '.join(server_urls(section))} generate the responses; `rlhf serve {shown(run)} --rollouts`"
-    terminal.say(f"{stage:<8} {text} prints the command of a server")
-
-
 @dataclass(frozen=True)
 class ServerWeights:
     """Writes the weights that servers load to folder/ROLE/step_N, and keeps the newest `keep` of a role."""
@@ -141,7 +137,7 @@ class Probe:
 
 
 def server_engine(
-    section: VLLMServerSettings,
+    config: EvalConfig | PPOConfig,
     sync: Literal["lora", "disk"],
     drawing: Drawing,
     *,
@@ -149,36 +145,44 @@ def server_engine(
     probe: Probe,
     process_group: ProcessGroup = SINGLE_PROCESS,
     names: Sequence[str] = (),
-) -> VLLMEngine | VLLMServers:
-    """Return the engine of the servers of a config, or of RLHF_ROLLOUT_URLS. Raises RLHFError C17.
+) -> VLLMEngine:
+    """Return the engine of the servers of a config, or of RLHF_ROLLOUT_URLS, and say so. Raises RLHFError C17.
 
     All ranks of `process_group` sync weights together; by default one process alone has the engine. `names` of the
     policies that get drawn from in turn, by the number of their sync; without them it is PPO's.
     """
+    section = config.models.server
+    assert section
     stage = drawing.stage
     urls = server_urls(section)
+    text = f"{' and '.join(urls)} generate the responses; `rlhf serve {shown(config.run)} --rollouts`"
+    terminal.say(f"{stage:<8} {text} prints the command of a server")
 
-    engines = []
+    http = HTTPClient(section.timeout, section.retries)
+    policy = SentPolicy(
+        probe.ref,
+        probe.rows(),
+        drawing.stop_token_id,
+        pad_token_id=drawing.pad_token_id,
+        temperature=drawing.temperature,
+        bf16=bool(drawing.bf16),
+        max_gap=probe.max_gap,
+        process_group=process_group,
+        names=names,
+    )
+
+    servers = []
     for url in urls:
-        engine = VLLMEngine(
-            server=VLLMClient(url, sync, HTTPClient(section.timeout, section.retries), sleeps=section.sleep),
-            ref=probe.ref,
-            write=weights,
-            probe=probe.rows(),
-            stop_token_id=drawing.stop_token_id,
-            pad_token_id=drawing.pad_token_id,
-            temperature=drawing.temperature,
-            bf16=bool(drawing.bf16),
-            max_gap=probe.max_gap,
+        server = VLLMServer(
+            VLLMClient(url, sync, http, sleeps=section.sleep),
+            policy,
             max_wait=section.wait,
             longest_row=probe.longest_row,
             report=lambda text: terminal.say(f"{stage:<8} {text}"),
-            process_group=process_group,
             stage=stage,
-            names=names,
         )
-        engines.append(engine)
-    return engines[0] if len(engines) == 1 else VLLMServers(engines)
+        servers.append(server)
+    return VLLMEngine(servers, policy, weights, drawing.temperature)
 
 
 def server_urls(section: VLLMServerSettings) -> list[str]:

@@ -1,23 +1,22 @@
 """Servers that draw from several policies: one after the other gets its weights, and each sync is checked."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli import distributed, runs
-from rlhf_cli.config.ppo import VLLMServerSettings
+from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import remove
 from rlhf_cli.models import lora, save
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
-from rlhf_cli.ppo.vllm_engine import Weights
+from rlhf_cli.ppo.vllm_server import Weights
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import engines
 from rlhf_cli.stages.common.engines import Drawing, Probe, ServerWeights
-
-Sync = Literal["lora", "disk"]
 
 
 @dataclass(frozen=True)
@@ -31,30 +30,18 @@ class ServedPolicy:
     share: float | None = None  # of the way from SFT to the policy
 
 
-def choose_sync(section: VLLMServerSettings, sft: Parent, policies: Sequence[tuple[str, Parent]], where: str) -> Sync:
-    """Return how servers get policies: by default as adapters if they are adapters of `sft`.
-
-    Raises RLHFError C17 for `sync: lora` and a policy that is no adapter.
-    """
-    others = [(name, parent) for name, parent in policies if name != "sft"]
-    whole = [name for name, parent in others if not runs.is_adapter_of(parent, sft)]
-    if section.sync == "lora" and whole:
-        text = f"sync: lora sends adapters of models.sft, and {whole[0]} is not one"
-        raise RLHFError("C17", text, where=where, hint="set disk, and start the servers without --enable-lora")
-    return section.sync or ("lora" if others and not whole else "disk")
-
-
 class ServedPolicies:
-    """The engine of the servers in `section`, and the policy that they have.
+    """The engine of the servers of models.engine, and the policy that they have.
 
-    `folder` holds its weights until `close`. `base` is what the servers were started with, where they get adapters.
+    `base` is what the servers were started with, where they get adapters. A folder `engine` in `folder` holds the
+    policy's weights until `close`.
     """
 
     def __init__(
         self,
-        section: VLLMServerSettings,
-        sync: Sync,
+        config: EvalConfig | PPOConfig,
         drawing: Drawing,
+        parents: Mapping[str, Parent],
         *,
         base: ServedPolicy,
         probe: Probe,
@@ -62,15 +49,19 @@ class ServedPolicies:
         tokenizer: Any,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Connect to nothing yet. Raises RLHFError C17 as `engines.server_urls`."""
+        """Say which servers draw from the policies, whose `parents` have their names. Connect to nothing yet.
+
+        Raises RLHFError C17 for `sync`, and as `engines.server_engine`.
+        """
+        sync = _choose_sync(config, base.parent, parents)
         self.base = base
-        self.folder = folder
+        self.folder = folder / engines.WEIGHTS
         self.tokenizer = tokenizer
         self.sends_adapters = sync == "lora"
         self.names: list[str] = []  # of the policies so far, for messages
         self.policy = base
         self.engine = engines.server_engine(
-            section,
+            config,
             sync,
             drawing,
             weights=self._write,
@@ -108,3 +99,19 @@ class ServedPolicies:
             lora.copy_scaled(policy.parent.model, path, 1.0 if policy.share is None else policy.share)
         else:
             save.save_untied(policy.read_whole(), self.tokenizer, path)
+
+
+def _choose_sync(config: EvalConfig | PPOConfig, sft: Parent, parents: Mapping[str, Parent]) -> Literal["lora", "disk"]:
+    """Return how servers get policies: by default as adapters if they are adapters of `sft`.
+
+    Raises RLHFError C17 for `sync: lora` and a policy that is no adapter.
+    """
+    section = config.models.server
+    assert section
+    others = [name for name in parents if name != "sft"]
+    whole = [name for name in others if not runs.is_adapter_of(parents[name], sft)]
+    if section.sync == "lora" and whole:
+        text = f"sync: lora sends adapters of models.sft, and {whole[0]} is not one"
+        where = config.where("models.engine.vllm.sync")
+        raise RLHFError("C17", text, where=where, hint="set disk, and start the servers without --enable-lora")
+    return section.sync or ("lora" if others and not whole else "disk")

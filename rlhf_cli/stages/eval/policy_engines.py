@@ -8,15 +8,14 @@ from typing import Any
 
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.vllm_engine import VLLMEngine
-from rlhf_cli.ppo.vllm_servers import VLLMServers
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import engines
 from rlhf_cli.stages.common.engines import Drawing, Probe
-from rlhf_cli.stages.common.served_policies import ServedPolicies, ServedPolicy, choose_sync
+from rlhf_cli.stages.common.served_policies import ServedPolicies, ServedPolicy
 from rlhf_cli.stages.eval.evaluated_models import EvaluatedModels, EvaluatedPolicy
 from rlhf_cli.stages.eval.evaluation_inputs import EvaluationInputs
 
-Engine = HFEngine | VLLMEngine | VLLMServers
+Engine = HFEngine | VLLMEngine
 
 
 @dataclass(frozen=True)
@@ -66,19 +65,13 @@ def _open_servers(
 ) -> ServedPolicies | None:
     """Return the servers of models.engine, None for an engine of this process."""
     config = loaded.config
-    section = config.models.server
-    if section is None:
+    if config.models.server is None:
         return None
-
-    sft = loaded.sft_parent
-    where = config.where("models.engine.vllm.sync")
-    sync = choose_sync(section, sft, [(policy.name, policy.parent) for policy in policies], where)
-    loaded.stage.process_group.run_on_main(lambda: engines.announce_servers("eval", section, config.run))
     return ServedPolicies(
-        section,
-        sync,
+        config,
         drawing,
-        base=_served(loaded, "sft", sft, loaded.sft),
+        {policy.name: policy.parent for policy in policies},
+        base=_served(loaded, "sft", loaded.sft_parent, loaded.sft),
         probe=Probe(
             loaded.sft,
             [prompt.ids for prompt in inputs.prompts],
@@ -86,7 +79,7 @@ def _open_servers(
             seed=config.seed,
             max_gap=inputs.max_logprob_gap,
         ),
-        folder=config.folder / engines.WEIGHTS,
+        folder=config.folder,
         tokenizer=loaded.tokenizer,
         process_group=loaded.stage.process_group,
     )

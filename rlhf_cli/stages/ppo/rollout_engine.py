@@ -90,11 +90,8 @@ def server_engine(
     config: PPOConfig, write: PolicyWeights, prompts: Sequence[list[int]], how: Drawing, process_group: ProcessGroup
 ) -> RolloutEngine:
     """Return the engine of models.engine.vllm. Its probe are some of the run's prompts. Raises RLHFError C17."""
-    section = config.models.server
-    assert section
-    engines.announce_servers("ppo", section, config.run)
     return engines.server_engine(
-        section,
+        config,
         config.models.server_sync,
         how,
         weights=engines.ServerWeights(config.folder / engines.WEIGHTS, write),

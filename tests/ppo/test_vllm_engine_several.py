@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,7 @@ import pytest
 import tiny
 from stand_in_vllm import StandIn
 
-from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
-from rlhf_cli.ppo.vllm_servers import VLLMServers
 from tests.ppo import test_vllm_engine
 from tests.ppo.test_rollout import responses, seeded
 from tests.ppo.test_vllm_engine import Pair, closes, refused
@@ -25,27 +23,16 @@ class Group(Pair):
     """A policy and its reference, and an engine of several stand-ins that serve the reference."""
 
     def __init__(self, folder: Path, sync: str, servers: list[Any], **options: Any) -> None:
-        super().__init__(folder, sync, served=servers[0] or None, **options)
+        super().__init__(folder, sync, served=servers[0], **options)
         self.written: list[str] = []
-        self.stand_ins = [StandIn(served or copy.deepcopy(self.ref)) for served in servers]
-        one = self.engine
-        engines = []
-        for stand_in in self.stand_ins:
-            client = VLLMClient(stand_in.url, sync, HTTPClient(60.0, 1))
-            engine = VLLMEngine(
-                client, one.ref, self.write_once, one.probe, one.stop_token_id, one.pad_token_id,
-                one.temperature, one.bf16, one.max_gap, one.max_wait, one.longest_row, self.reports.append,
-                one.process_group,
-            )  # fmt: skip
-            engines.append(engine)
-        self.group = VLLMServers(engines)
+        others = [StandIn(served or copy.deepcopy(self.ref)) for served in servers[1:]]
+        self.stand_ins = [self.stand_in, *others]
+        clients = [replace(self.client, url=other.url, loaded=[]) for other in others]
+        self.engine.servers = [self.server, *(replace(self.server, client=client) for client in clients)]
 
-    def write_once(self, role: str, update: int) -> tuple[str, Path]:
+    def write(self, role: str, update: int) -> tuple[str, Path]:
         self.written.append(f"{role} {update}")
-        return self.write(role, update)
-
-    def sync(self, update: int) -> None:
-        self.group.update_weights(update, self.policy)
+        return super().write(role, update)
 
 
 @pytest.fixture
@@ -58,7 +45,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Group]]:
 
     yield make
     for group in groups:
-        for stand_in in [group.stand_in, *group.stand_ins]:
+        for stand_in in group.stand_ins:
             stand_in.http.shutdown()
             stand_in.http.server_close()
 
@@ -75,7 +62,7 @@ def test_each_server_draws_its_block_of_the_rows_from_the_new_weights(make: Any,
         group.sync(update)
         for stand_in in group.stand_ins:
             stand_in.requests.clear()
-        rollout = group.group.generate(prompts)
+        rollout = group.engine.generate(prompts)
         assert responses(rollout) == responses(HFEngine(group.policy, tiny.EOS, tiny.PAD, 0.7).generate(prompts))
         rows = [ids[mask].tolist() for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
         blocks = [rows[:2], rows[2:4], rows[4:]]
@@ -90,7 +77,7 @@ def test_more_servers_than_rows(make: Any) -> None:
     group, prompts = make("disk", [None, None, None]), seeded(tiny.prompts(2))
     group.sync(0)
     expected = HFEngine(group.policy, tiny.EOS, tiny.PAD, 0.7).generate(prompts)
-    assert responses(group.group.generate(prompts)) == responses(expected)
+    assert responses(group.engine.generate(prompts)) == responses(expected)
 
 
 def test_a_server_that_dies_draws_its_block_again_and_the_others_do_not(make: Any) -> None:
@@ -98,7 +85,7 @@ def test_a_server_that_dies_draws_its_block_again_and_the_others_do_not(make: An
     group.sync(0)
     group.train()
     group.sync(1)
-    expected = responses(group.group.generate(prompts))
+    expected = responses(group.engine.generate(prompts))
     living, dying = group.stand_ins
 
     def die(path: str, body: Any) -> Any:
@@ -107,7 +94,7 @@ def test_a_server_that_dies_draws_its_block_again_and_the_others_do_not(make: An
 
     living.requests.clear()
     dying.faults = [die, *[closes] * 8]
-    assert responses(group.group.generate(prompts)) == expected
+    assert responses(group.engine.generate(prompts)) == expected
     assert len(completions(living)) == 3
     assert dying.url in group.reports[0] and all(living.url not in said for said in group.reports)
 
