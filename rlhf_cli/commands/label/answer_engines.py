@@ -76,6 +76,7 @@ def open_servers(
         base=_served(base),
         probe=Probe.of(config, base.weights, prompts),
         folder=folder,
+        keep=len(policies),
         tokenizer=tokenizer,
     )
     return ServedAnswers(servers)

@@ -34,7 +34,7 @@ class ServedPolicies:
     """The engine of the servers of models.engine, and the policy that they have.
 
     `base` is what the servers were started with, where they get adapters. A folder `engine` in `folder` holds the
-    policy's weights until `close`.
+    weights of the last `keep` policies until `close`.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class ServedPolicies:
         base: ServedPolicy,
         probe: Probe,
         folder: Path,
+        keep: int,
         tokenizer: Any,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
@@ -56,9 +57,11 @@ class ServedPolicies:
         sync = _choose_sync(config, base.parent, parents)
         self.base = base
         self.folder = folder / engines.WEIGHTS
+        self.keep = keep
         self.tokenizer = tokenizer
         self.sends_adapters = sync == "lora"
         self.names: list[str] = []  # of the policies so far, for messages
+        self.whole: dict[tuple[str, str], Weights] = {}  # that were written, by role and name
         self.policy = base
         self.engine = engines.server_engine(
             config,
@@ -86,11 +89,20 @@ class ServedPolicies:
         remove(self.folder)
 
     def _write(self, role: str, number: int) -> Weights | None:
-        """Write the weights of the "policy" or the "reference"; None for a base that has never been replaced."""
+        """Write the weights of the "policy" or the "reference"; None for a base that has never been replaced.
+
+        Whole ones are written once while they are kept. Adapters, which are small, get a new name each time.
+        """
         policy = self.policy if role == "policy" else self.base
         if self.sends_adapters and policy.name == self.base.name:
             return None
-        return ServerWeights(self.folder, partial(self._save, policy), keep=1)(role, number)
+
+        weights = self.whole.get((role, policy.name))
+        if weights is None or not weights[1].exists():
+            weights = ServerWeights(self.folder, partial(self._save, policy), self.keep)(role, number)
+        if not self.sends_adapters:
+            self.whole[role, policy.name] = weights
+        return weights
 
     def _save(self, policy: ServedPolicy, role: str, path: Path) -> None:
         if not distributed.is_main_process():

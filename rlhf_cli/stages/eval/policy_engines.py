@@ -80,6 +80,7 @@ def _open_servers(
             max_gap=inputs.max_logprob_gap,
         ),
         folder=config.folder,
+        keep=1,
         tokenizer=loaded.tokenizer,
         process_group=loaded.stage.process_group,
     )

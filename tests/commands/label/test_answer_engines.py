@@ -14,6 +14,7 @@ from stand_in_vllm import StandIn
 from transformers import AutoModelForCausalLM
 
 from rlhf_cli.commands.label import candidates
+from rlhf_cli.models import save
 from rlhf_cli.ppo.graph_engine import GraphEngine
 from rlhf_cli.stages.common import engines
 
@@ -37,6 +38,13 @@ def test_graph_draws_the_answers_of_hf(run: Path, monkeypatch: pytest.MonkeyPatc
     assert answers(run, "people") == answers(run, "graph")
 
 
+def serve(run: Path, **keys: Any) -> None:
+    """Name servers in the config of a finished PPO stage, as if it had sampled from them."""
+    resolved = yaml.safe_load((run / "ppo/config.yaml").read_text())
+    resolved["models"]["engine"] = {"vllm": {"url": URL, "wait": 0.1, **keys}}
+    write(run / "ppo", "config", resolved)
+
+
 def test_servers_draw_the_answers_of_hf_from_two_policies(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = StandIn(AutoModelForCausalLM.from_pretrained(run / "sft/model").eval(), 64)
     must_succeed(ppo(run, "-s", "ppo.total_episodes=8"))
@@ -44,9 +52,7 @@ def test_servers_draw_the_answers_of_hf_from_two_policies(run: Path, monkeypatch
     monkeypatch.setattr(candidates, "BATCH_PROMPTS", 4)
     must_succeed(label(run, *two))
 
-    resolved = yaml.safe_load((run / "ppo/config.yaml").read_text())
-    resolved["models"]["engine"] = {"vllm": {"url": URL, "wait": 0.1}}
-    write(run / "ppo", "config", resolved)  # as if PPO had sampled from servers
+    serve(run)
     monkeypatch.setenv("RLHF_ROLLOUT_URLS", server.url)
     result = must_succeed(label(run, *two, "--servers", "--name", "served"))
     assert f"label    {server.url} generate the responses" in result.stderr
@@ -58,6 +64,16 @@ def test_servers_draw_the_answers_of_hf_from_two_policies(run: Path, monkeypatch
     fails(label(run, *two, "--name", "served"), "C15", "drawn with engine vllm, not None")
     settings = [json.loads((run / f"labels/{name}/settings.json").read_text()) for name in ("people", "served")]
     assert "engine" not in settings[0] and settings[1] == {**settings[0], "engine": "vllm"}
+
+    serve(run, sync="disk", sleep=True)
+    written = []
+    save_untied = save.save_untied
+    monkeypatch.setattr(save, "save_untied", lambda *of: (written.append(of[2]), save_untied(*of)))
+    must_succeed(label(run, *two, "--servers", "--name", "whole"))
+    assert answers(run, "whole") == answers(run, "people")
+    reloads = [path for path, _ in server.requests].count("/collective_rpc")
+    assert (len(written), reloads) == (3, 5)  # the reference and two policies, which are loaded for each batch
+    assert not (run / "labels/whole/engine").exists()
 
 
 def test_servers_that_are_not_named_or_gone_or_have_another_model(run: Path) -> None:
