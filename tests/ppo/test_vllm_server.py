@@ -12,7 +12,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -211,41 +211,47 @@ def test_a_tied_head_that_stays_behind_is_noticed(demo: Path, tmp_path: Path, mo
         pair.sync(1)
 
 
-@pytest.mark.parametrize("sync", ["lora", "disk"])
-def test_ppo_of_the_demo_goes_on_after_kills_of_the_run_and_of_the_server(
-    demo: Path, tmp_path: Path, sync: str
+@pytest.mark.parametrize(("sync", "servers"), [("lora", 2), ("disk", 1), ("disk", 2)])
+def test_ppo_of_the_demo_goes_on_after_kills_of_the_run_and_of_a_server(
+    demo: Path, tmp_path: Path, sync: str, servers: int
 ) -> None:
-    """SIGKILL of `rlhf ppo` in update 8, of the server in update 20. Prints what docs/results/engines.md records."""
+    """SIGKILL of `rlhf ppo` in update 8, of a server in update 20. Prints what docs/results/engines.md records."""
     folder = tmp_path / "run"
     must_succeed(subprocess.run(["cp", "-r", demo, folder], capture_output=True, text=True, check=False))
-    port, options = free_port(), ["-s", "output.save_steps=5"]
-    engine = f"models:\n  engine: {{vllm: {{url: 'http://127.0.0.1:{port}', sync: {sync}}}}}\n"
+    ports, options = [free_port() for _ in range(servers)], ["-s", "output.save_steps=5"]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    engine = f"models:\n  engine: {{vllm: {{url: {json.dumps(urls)}, sync: {sync}}}}}\n"
     if sync == "lora":
         engine, options = engine + "  adapters: {kind: lora}\n", [*options, "-s", "ppo.learning_rate=3e-3"]
     with (folder / "ppo.yaml").open("a") as config:
         config.write(engine)
-    run = start(folder, *options)  # first: it writes the weights that the server starts from
+    run = start(folder, *options)  # first: it writes the weights that the servers start from
     printed = must_succeed(child("serve", folder, "--rollouts")).stdout
-    command = printed[printed.index("vllm serve") :].strip()
+    commands = [line[line.index("vllm serve") :] for line in printed.splitlines() if "vllm serve" in line]
+    assert len(commands) == servers
     while sync == "disk" and not (folder / "ppo/engine/reference/step_000000").exists():
         time.sleep(0.1)
-    log = tmp_path / "server.log"
-    with serving(command, log, port) as (_, server):
-        wait_for_step(folder, 8)
-        run.kill()
-        run.wait()
-        run = start(folder, *options)
-        wait_for_step(folder, 20)
-        kill(server)
-    with serving(command, log, port):
-        assert run.wait(1200) == 0, (folder / "ppo.log").read_text()[-3000:]
+    logs = [tmp_path / f"server-{number}.log" for number in range(servers)]
+    with ExitStack() as others:
+        for command, log, port in list(zip(commands, logs, ports, strict=True))[1:]:
+            others.enter_context(serving(command, log, port))
+        with serving(commands[0], logs[0], ports[0]) as (_, server):
+            wait_for_step(folder, 8)
+            run.kill()
+            run.wait()
+            run = start(folder, *options)
+            wait_for_step(folder, 20)
+            kill(server)
+        with serving(commands[0], logs[0], ports[0]):
+            assert run.wait(1200) == 0, (folder / "ppo.log").read_text()[-3000:]
     metrics, said = lines(folder / "ppo/metrics.jsonl"), (folder / "ppo.log").read_text()
     assert "resumes at step 5" in said and "sends the weights again" in said
     assert [row["step"] for row in metrics] == list(range(1, 51)) and manifest(folder)["engine"] == "vllm"
+    assert all("POST /v1/completions" in log.read_text() for log in logs)  # each drew a part of the responses
     gap = max(row["rollout/logprob_gap"] for row in metrics)
     assert gap < 1e-4
     must_succeed(child("eval", "-c", folder / "eval.yaml"))
     report = json.loads((folder / "eval/report.json").read_text())
     gold = report["win_rate"]["ppo_vs_sft"]["gold"]
     assert gold["ci95"][0] > 0.65  # what each of hf's five seeds must reach: docs/results/demo.md
-    print(f"\n{sync}: largest mean gap {gap:.2g}; gold win rate {gold['value']:.3f} {gold['ci95']}")
+    print(f"\n{sync}, {servers} servers: largest mean gap {gap:.2g}; gold win rate {gold['value']:.3f} {gold['ci95']}")

@@ -14,6 +14,8 @@ from ppo_folder import EVAL, evaluate, fails, lines, must_succeed, ppo, rlhf, wr
 from stand_in_vllm import StandIn
 from transformers import AutoModelForCausalLM
 
+from rlhf_cli.stages.eval import policy_evaluator
+
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
 SETTINGS = {"n": 4, "best_of": [2], "per_device_batch_size": 4, "interpolate": [0.5]}
 
@@ -76,6 +78,24 @@ def test_servers_get_each_policy_in_turn_and_draw_the_answers_of_hf(
     monkeypatch.setenv("RLHF_ROLLOUT_URLS", "http://127.0.0.1:1")  # the addresses are no part of the identity
     must_succeed(evaluates(folder), "finished already")
     fails(evaluates(folder, "-s", "models.engine=hf"), "C15", "models.engine: no longer set (was vllm)")
+
+
+def test_a_server_that_shares_the_gpu_sleeps_before_the_judges_score(
+    by_hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = stand_in(by_hf / "sft_model")
+    folder = copied(by_hf, tmp_path, {"vllm": {"url": server.url, "sleep": True}})
+    slept: list[bool] = []
+    plain = policy_evaluator.model_scores
+
+    def watched(source: Any, rollout: Any) -> Any:
+        slept.append(server.asleep)
+        return plain(source, rollout)
+
+    monkeypatch.setattr(policy_evaluator, "model_scores", watched)
+    evaluate(folder)
+    assert answers(folder) == answers(by_hf)
+    assert len(slept) > 5 and all(slept) and server.asleep
 
 
 def test_servers_get_adapters_and_a_restarted_one_gets_them_again(
