@@ -72,7 +72,7 @@ browser: $(VENV)/.installed-browser ## the pages in headless Chromium (apt insta
 # for CUDA that it cannot import, and its program asks for a distribution named vllm.
 VLLM ?= .vllm
 vllm-test: $(VENV)/.installed-test $(VLLM)/.installed ## rollouts and a judge by a real vLLM server on a CPU: every fault of a sync, PPO through kills: 15 minutes
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RLHF_VLLM=$(abspath $(VLLM))/bin/vllm $(VENV)/bin/python -m pytest -m vllm --timeout 3600 -rP tests/ppo/test_vllm_server.py tests/judges/test_vllm_server.py
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RLHF_VLLM=$(abspath $(VLLM))/bin/vllm $(VENV)/bin/python -m pytest -m vllm --timeout 3600 -rP tests/ppo/test_vllm_server.py tests/judges/test_vllm_server.py tests/distributed/test_two_hosts.py
 
 $(VLLM)/.installed:
 	$(PYTHON) -m venv $(VLLM)

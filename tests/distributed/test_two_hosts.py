@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from group import HELPERS, child, command
-from ppo_folder import PPO, lines, must_succeed, write, write_models
-from run_cli import ROOT
+from ppo_folder import PPO, lines, manifest, must_succeed, write, write_models
+from run_cli import ROOT, rlhf
+
+from tests.ppo.test_vllm_server import CPU, VLLM
 
 pytestmark = pytest.mark.distributed
 SCRIPT = ROOT / "scripts/two_hosts.sh"
@@ -45,3 +47,22 @@ def test_two_machines_train_a_sharded_policy_on_what_a_server_on_a_third_draws(r
     assert [row["response"] for row in by_server[0]] == [row["response"] for row in samples]
     for key in ("objective/scores", "objective/kl", "policy/grad_norm"):
         assert [row[key] for row in by_server[1]] == pytest.approx([row[key] for row in metrics], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not VLLM, reason="RLHF_VLLM is not set: make vllm-test sets it")
+def test_two_machines_train_a_sharded_policy_on_what_vllm_on_a_third_draws(run_folder: Path) -> None:
+    """The server is started as `rlhf serve` prints, and is sent the weights through the shared disk."""
+    write_models(run_folder, head_dim=32)  # vLLM's attention on a CPU takes no smaller ones
+    settings = PPO["ppo"] | {"per_device_train_batch_size": 2, "fsdp": True, "total_episodes": 16}
+    models = PPO["models"] | {"engine": {"vllm": {"url": f"http://{SERVER}:8000", "sync": "disk"}}}
+    write(run_folder, "ppo", PPO | {"ppo": settings, "models": models})
+    printed = must_succeed(rlhf("serve", run_folder, "--rollouts")).stdout
+    variables = " ".join(f"{name}={value}" for name, value in CPU.items())
+    command_line = printed[printed.index("env ") :].strip().replace("vllm serve", f"{variables} {VLLM} serve")
+    config = run_folder / "ppo.yaml"
+    ran = child(SCRIPT, "ppo", config, PYTHON=sys.executable, SERVER=f"{command_line} --enforce-eager", timeout=600)
+    must_succeed(ran, f"http://{SERVER}:8000 generate the responses")
+    metrics = lines(run_folder / "ppo/metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2] and manifest(run_folder)["engine"] == "vllm"
+    assert max(row["rollout/logprob_gap"] for row in metrics) < 1e-4

@@ -31,9 +31,9 @@ def imported_at_start(folder: Path, code: str) -> str:
     return os.pathsep.join([str(folder / "site"), ENVIRONMENT["PYTHONPATH"]])
 
 
-def child(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
+def child(*command: object, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
     words, environment = [str(word) for word in command], {**os.environ, **ENVIRONMENT, **variables}
-    return subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
 
 
 def command(config: Path, *more: str, processes: int = 2) -> list[str]:
