@@ -85,8 +85,8 @@ BEFORE = {
 }
 # They would need a network or minutes. `make demo` has run: its run folder is there.
 STAND_INS = {"hf": "download", "pip": "install", "make": "demo", "tensorboard": "--logdir", "vllm": "serve"}
-# They train a whole run, several, or plan one several times.
-SLOW = ("baselines", "ci", "commands", "one-gpu", "rounds", "scaling", "your-own-data")
+# They train a whole run, several, or plan one several times. README.md has the run of quick-start.
+SLOW = ("baselines", "ci", "commands", "one-gpu", "quick-start", "rounds", "scaling", "your-own-data")
 TYPED = "What would be a nice salad with salmon for my friend?\n"
 
 

@@ -5,8 +5,8 @@ Modules: `rewards/trial.py`.
 
 import json
 import math
+import os
 import shutil
-import subprocess
 import sys
 from pkgutil import resolve_name
 from statistics import fmean
@@ -17,9 +17,10 @@ import tiny
 import torch
 import yaml
 from ppo_folder import EVAL, PPO, PROMPTS, fails, lines, must_succeed, ppo, rlhf, steps, stop_in_update, weights, write
+from run_cli import forked
 from transformers import AutoTokenizer
 
-from rlhf_cli import jsonl
+from rlhf_cli import jsonl, progress
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.batch import Rollout
@@ -478,7 +479,7 @@ def pooled(prompts, responses):
 
 
 @pytest.mark.full
-def test_a_function_may_fork_workers_and_a_slow_one_is_said(run_folder):
+def test_a_function_may_fork_workers_and_a_slow_one_is_said(run_folder, monkeypatch, capfd):
     """Workers that had the run's handlers went on after the pool's SIGTERM, and the run hung.
 
     Workers that ended on Ctrl-C left the pool without their results.
@@ -486,9 +487,8 @@ def test_a_function_may_fork_workers_and_a_slow_one_is_said(run_folder):
     (run_folder / "pool.py").write_text(POOL)
     config = {**PPO, "rewards": {"pooled": {"function": "pool:pooled"}}, "models": {"sft": "sft_model"}}
     write(run_folder, "ppo", config)
-    code = "from rlhf_cli import progress; progress.SLOW_S = 0.1; from rlhf_cli.cli import app; app()"
-    command = [sys.executable, "-c", code, "ppo", "-c", run_folder / "ppo.yaml", "-s", "ppo.total_episodes=32"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True)
-    assert ended.returncode == 130 and ended.stderr.count("a second signal") == 1, ended.stderr
+    monkeypatch.setattr(progress, "SLOW_S", 0.1)
+    ended = forked("ppo", "-c", run_folder / "ppo.yaml", before=os.setsid)
+    assert ended.returncode == 130 and capfd.readouterr().err.count("a second signal") == 1, ended.stderr
     assert ended.stderr.count("reward `pooled` takes more than 0.1 s") == 1, "once, of two calls"
     assert [line["step"] for line in lines(run_folder / "ppo/metrics.jsonl")] == [1, 2]

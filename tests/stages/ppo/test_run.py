@@ -243,7 +243,7 @@ def test_eval_report_by_its_own_samples(trained_folder):
     report, samples = report_of(trained_folder), lines(trained_folder / "eval/samples.jsonl")
     assert report["n"] == 10 and set(report["models"]) == {"sft", "ppo"}
     assert set(report["greedy"]) == {"models", "win_rate"}
-    assert len(samples) == 10 * (2 * 2 + 2) + 10 * (len(report["frontier"]) - 1 + len(report["interpolated"]))
+    assert len(samples) == 10 * (2 * 2 + 2) + 10 * (len(report["frontier"]) - 1)
     kinds = [(model, "sampled") for model in ("sft", "ppo", "best_of_2", "best_of_3")] + [("ppo", "greedy")]
     of_kind = {kind: [row for row in samples if (row["model"], row["mode"]) == kind] for kind in kinds}
     sft, policy, *best_of, greedy = of_kind.values()
