@@ -225,6 +225,7 @@ app()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_a_killed_run_resumes_as_the_same_run_and_sends_nothing_twice(run_folder: Path) -> None:
     write(run_folder, "ppo", {**PPO, "output": outputs(project="killed", run_name="one")})
