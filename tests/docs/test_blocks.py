@@ -167,6 +167,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedShell]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "serve", label_all)
         patch.setattr(sizes, "CPU_MINUTES", 0.05)
+        patch.setattr(sizes, "measure_speed", lambda folder: sizes.Speed(training=4_000.0, generation=1_000.0))
         patch.setattr(sizes, "MIN_STEPS", 2)
         with closing(ForkedShell(tmp_path_factory.mktemp("shell"), STAND_INS)) as shell:
             yield shell

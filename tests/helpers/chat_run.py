@@ -126,7 +126,9 @@ def _chat_here(arguments: Iterable[object], folder: Path) -> None:
     """Run `rlhf chat` on the streams of this fork, and end it."""
     code: object = 1
     try:
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+        sys.stdin = os.fdopen(0)
+        sys.stdout = os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w")
         for name in ("NO_COLOR", "COLUMNS", "LINES"):
             os.environ.pop(name, None)
         os.environ["TERM"] = "xterm"

@@ -361,7 +361,7 @@ def test_r05_check_names_why_a_function_cannot_work_before_a_model_is_loaded(sha
 @pytest.mark.full
 def test_a_function_that_another_response_may_not_stop_is_not_checked(grpo_folder, monkeypatch):
     """What it prints, changes or ends is no part of the check."""
-    monkeypatch.setattr("rlhf_cli.rewards.trial.SECONDS", 4.0)
+    monkeypatch.setattr("rlhf_cli.rewards.trial.SECONDS", 2.0)
     (grpo_folder / "faults.py").write_text(FAULTS)
     names = ("ends", "fine", "picky", "slow")
     write(grpo_folder, "ppo", {**GRPO_PPO, "rewards": {name: {"function": f"faults:{name}"} for name in names}})
@@ -371,7 +371,7 @@ def test_a_function_that_another_response_may_not_stop_is_not_checked(grpo_folde
     assert report["not_checked"] == [
         f"ppo rewards.ends: {on} `ends` ended its process with status 7",
         f"ppo rewards.picky: {on} `picky` raised IndexError: list index out of range",
-        f"ppo rewards.slow: {on} `slow` did not return within 4 s",
+        f"ppo rewards.slow: {on} `slow` did not return within 2 s",
     ]
     found = {row["what"]: row["found"] for row in report["checked"]}
     assert found["rewards.fine"] == "called on 2 rows with a made-up response; scores: 1, none"
