@@ -96,6 +96,7 @@ def test_speed(shared, tmp_path, monkeypatch):
     assert run(monkeypatch, speed, *command, "--set", "vf_coef=0.5") == 2  # another job
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_memory(tmp_path, monkeypatch):
     kinds = ("weights", "gradients", "optimizer", "one", "mapped", "libraries", "peak", "training")
@@ -189,6 +190,7 @@ def test_gpu_needs_only_torch_transformers_and_pydantic(tmp_path):
     assert rows["update", "tiny-8 without rollout"]["first_ratio_error"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_gpu_check_reports_what_does_not_hold(tmp_path, monkeypatch):
     path = tmp_path / "check.json"

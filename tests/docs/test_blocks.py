@@ -33,7 +33,7 @@ REASONS = (
     "several processes",
 )
 
-# The run of the ci preset is copied to each folder that a page takes as given. Its steps are fewer than the preset's.
+# The run of the ci preset is copied to each folder that a page takes as given. It is smaller than the preset.
 RUNS = {
     "README.md": "runs/demo",
     "docs/ci.md": "smoke runs/mine",
@@ -50,9 +50,10 @@ RUNS = {
     "docs/trackers.md": "runs/first",
     "docs/tuning.md": "RUN OTHER",
 }
-FEWER_STEPS = {
+SMALLER_RUN = {
     "sft.yaml": {"max_steps: 200": "max_steps: 40", "max_position_embeddings: 256": "max_position_embeddings: 512"},
     "reward.yaml": {"max_steps: 60": "max_steps: 10"},
+    "eval.yaml": {"n: 32": "n: 12"},
 }
 # What a run of three updates has, and what takes seconds.
 SMALLER = {
@@ -152,7 +153,7 @@ def label_all(session: LabelSession, port: int) -> None:
 def ci_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("blocks") / "ci"
     must_succeed(rlhf("init", "ci", folder))
-    for name, changes in FEWER_STEPS.items():
+    for name, changes in SMALLER_RUN.items():
         text = (folder / name).read_text(encoding="utf-8")
         for old, new in changes.items():
             assert old in text

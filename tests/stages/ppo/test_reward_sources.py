@@ -317,11 +317,12 @@ def test_functions_of_openrlhf_and_trlx_run_as_they_are(shapes_folder, template)
     if template:
         give_template(shapes_folder / "sft_model")
     write_functions(shapes_folder, *TAKEN)
-    checked = json.loads(must_succeed(rlhf("check", shapes_folder / "ppo.yaml", "--json")).stdout)
-    found = {row["what"]: row["found"] for row in checked["checked"]}
-    assert {f"rewards.{name}" for name in TAKEN} <= found.keys()
-    assert found["rewards.older"] == "called on 2 rows with a made-up response; scores: 1, 1"
-    must_succeed(ppo(shapes_folder))
+    if template:
+        checked = json.loads(must_succeed(rlhf("check", shapes_folder / "ppo.yaml", "--json")).stdout)
+        found = {row["what"]: row["found"] for row in checked["checked"]}
+        assert {f"rewards.{name}" for name in TAKEN} <= found.keys()
+        assert found["rewards.older"] == "called on 2 rows with a made-up response; scores: 1, 1"
+    must_succeed(ppo(shapes_folder, "-s", "ppo.total_episodes=16"))
     for row in lines(shapes_folder / "ppo/samples.jsonl"):
         response = row["response"]
         end = "</s>" if template and row["ended"] else ""
