@@ -86,7 +86,7 @@ slurm-test: $(VENV)/.installed-test ## the file of `rlhf launch slurm` on a Slur
 	@command -v slurmctld slurmd > /dev/null || { echo 'make slurm-test: apt install slurm-wlm' >&2; exit 2; }
 	$(TESTING) $(VENV)/bin/python -m pytest -m slurm --timeout 3600 tests/distributed/test_slurm.py
 
-# The suite's 500 cases are the same each time; these are new ones.
+# The suite's 330 cases are the same each time; these are new ones.
 CASES ?= 20000
 fuzz: $(VENV)/.installed-test ## CASES=20000 configs, data files and models with random faults: about 8 minutes on two cores
 	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto --timeout 3600 tests/fuzzing
