@@ -58,7 +58,7 @@ golden: $(PEER)/.installed ## record TRL 1.12's updates into runs/golden, which 
 test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
 	$(TESTING) $(VENV)/bin/python -m pytest $(PARALLEL)
 
-test-slow: $(VENV)/.installed-test ## the tests that take minutes
+test-slow: $(VENV)/.installed-test ## the tests that take minutes, or many seconds for what rarely breaks
 	$(TESTING) $(VENV)/bin/python -m pytest -m slow --timeout 3600
 
 # A worker a file: the processes of a group wait for one another, and leave cores idle.
