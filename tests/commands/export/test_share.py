@@ -110,7 +110,7 @@ def test_a_push_is_one_commit_to_a_private_repository(run: Path, hub: Hub) -> No
 def test_what_was_pushed_loads_from_the_hub_by_the_cards_own_code(
     run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Pushed by a process with secrets in its environment and its folder's name; loaded without this package."""
+    """Pushed by a process with secrets in its environment and its folder's name; the code is transformers' alone."""
     secret = canaries.SECRETS["HUB_TOKEN"]
     hub.token = canaries.SECRETS["HF_TOKEN"]
     shutil.move(run, secret)
