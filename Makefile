@@ -58,7 +58,7 @@ golden: $(PEER)/.installed ## record TRL 1.12's updates into runs/golden, which 
 test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
 	$(TESTING) $(VENV)/bin/python -m pytest $(PARALLEL)
 
-test-slow: $(VENV)/.installed-test ## the tests that take minutes
+test-slow: $(VENV)/.installed-test ## the tests that take minutes, or many seconds for what rarely breaks
 	$(TESTING) $(VENV)/bin/python -m pytest -m slow --timeout 3600
 
 # A worker a file: the processes of a group wait for one another, and leave cores idle.
@@ -86,7 +86,7 @@ slurm-test: $(VENV)/.installed-test ## the file of `rlhf launch slurm` on a Slur
 	@command -v slurmctld slurmd > /dev/null || { echo 'make slurm-test: apt install slurm-wlm' >&2; exit 2; }
 	$(TESTING) $(VENV)/bin/python -m pytest -m slurm --timeout 3600 tests/distributed/test_slurm.py
 
-# The suite's 500 cases are the same each time; these are new ones.
+# The suite's 330 cases are the same each time; these are new ones.
 CASES ?= 20000
 fuzz: $(VENV)/.installed-test ## CASES=20000 configs, data files and models with random faults: about 8 minutes on two cores
 	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto --timeout 3600 tests/fuzzing

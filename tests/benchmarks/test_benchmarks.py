@@ -96,6 +96,7 @@ def test_speed(shared, tmp_path, monkeypatch):
     assert run(monkeypatch, speed, *command, "--set", "vf_coef=0.5") == 2  # another job
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_memory(tmp_path, monkeypatch):
     kinds = ("weights", "gradients", "optimizer", "one", "mapped", "libraries", "peak", "training")
@@ -116,6 +117,7 @@ def test_memory(tmp_path, monkeypatch):
     assert all(f"| {case.title} | " in (tmp_path / "memory.md").read_text() for case in memory.CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_learning(shared, tmp_path, monkeypatch):
     sets = [
@@ -173,6 +175,7 @@ def test_the_cheapest_policy_of_a_recipe():
     assert rows[1] == "| a, seed 0, interpolated | 0.90 | 0.90 | - | 4.00 | - | - | 0.95 |"
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_gpu_needs_only_torch_transformers_and_pydantic(tmp_path):
     path, code = tmp_path / "gpu.json", "from benchmarks import gpu; gpu.ENGINES['graph'] = lambda *_, **__: 1 / 0; "
@@ -187,6 +190,7 @@ def test_gpu_needs_only_torch_transformers_and_pydantic(tmp_path):
     assert rows["update", "tiny-8 without rollout"]["first_ratio_error"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_gpu_check_reports_what_does_not_hold(tmp_path, monkeypatch):
     path = tmp_path / "check.json"

@@ -24,7 +24,7 @@ EVAL = """
 models: {ppo: ./dpo, reward: null}
 data: {prompts: pairs.jsonl}
 judges: {mine: "judge:score"}
-eval: {n: 16, best_of: [], temperature: 1.0, response_length: 24}
+eval: {n: 16, best_of: [], interpolate: [], temperature: 1.0, response_length: 24}
 """
 JUDGE = "def score(prompts, responses):\n    return [float('bright' in text or 'kind' in text) for text in responses]\n"
 SIZES = "max_length: 64, learning_rate: 3.0e-3"

@@ -45,7 +45,7 @@ PPO = {
 EVAL = {
     "models": {"sft": "sft", "ppo": "ppo", "reward": "reward"},
     "data": {"prompts": "sft.jsonl"},
-    "eval": {"n": 8, "best_of": [], "frontier": False, "response_length": 8},
+    "eval": {"n": 8, "best_of": [], "frontier": False, "interpolate": [], "response_length": 8},
 }
 BEST_OF = {
     "run": "chosen", "model": {"path": "sft"}, "data": {"train": "sft.jsonl"},

@@ -497,6 +497,7 @@ def test_quiet_prints_a_line_a_stage(three: Path) -> None:
     assert line.startswith("ppo ") and " of 107.4 kB: does not fit; " in line and result.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_plan_imports_neither_trl_nor_peft(three: Path) -> None:
     code = "import sys; from rlhf_cli.cli import app\ntry: app(['plan', '.', '--flops', '1e9'])\n"

@@ -11,7 +11,7 @@ from adapter_folder import run as run_stage
 from bad_inputs import replace
 from chat_run import PROMPTS
 from ppo_folder import EVAL, lines, write
-from run_cli import is_one_error, must_succeed, python, rlhf
+from run_cli import forked, is_one_error, must_succeed, rlhf
 from transformers import AutoTokenizer
 
 from rlhf_cli.commands import serve
@@ -138,7 +138,9 @@ def test_what_vllm_cannot_load_is_exported_first(adapters_copy: Path, monkeypatc
     assert is_one_error(result, "M01", "hint: first: rlhf export ppo --out exported/ppo-")
 
 
-def test_exec_starts_what_is_printed(chat_origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exec_starts_what_is_printed(
+    chat_origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(chat_origin, "my run")
     monkeypatch.setenv("PATH", f"{here}/no bin:{os.defpath}")
     assert is_one_error(rlhf("serve", "my run", "--exec", "--step", "last"), "E09", "there is no program vllm on PATH")
@@ -147,7 +149,8 @@ def test_exec_starts_what_is_printed(chat_origin: Path, here: Path, monkeypatch:
     Path("no bin/vllm").write_text(script)
     Path("no bin/vllm").chmod(0o755)
     set_sync("my run", "lora")
-    started = must_succeed(python("-m", "rlhf_cli", "serve", "my run", "--rollouts", "--exec")).stdout
+    must_succeed(forked("serve", "my run", "--rollouts", "--exec"))
+    started = capfd.readouterr().out
     lora = "--enable-lora\n--max-lora-rank\n8\n--max-loras\n3\n--host\n127.0.0.1\n--port\n8101\n11\n"
     assert started.startswith("serve\nmy run/sft/model\n--served-model-name\nsft\n") and started.endswith(lora)
     printed = served("my run", "--rollouts")

@@ -33,7 +33,7 @@ REASONS = (
     "several processes",
 )
 
-# The run of the ci preset is copied to each folder that a page takes as given. Its steps are fewer than the preset's.
+# The run of the ci preset is copied to each folder that a page takes as given. It is smaller than the preset.
 RUNS = {
     "README.md": "runs/demo",
     "docs/ci.md": "smoke runs/mine",
@@ -50,9 +50,10 @@ RUNS = {
     "docs/trackers.md": "runs/first",
     "docs/tuning.md": "RUN OTHER",
 }
-FEWER_STEPS = {
+SMALLER_RUN = {
     "sft.yaml": {"max_steps: 200": "max_steps: 40", "max_position_embeddings: 256": "max_position_embeddings: 512"},
     "reward.yaml": {"max_steps: 60": "max_steps: 10"},
+    "eval.yaml": {"n: 32": "n: 12"},
 }
 # What a run of three updates has, and what takes seconds.
 SMALLER = {
@@ -85,8 +86,8 @@ BEFORE = {
 }
 # They would need a network or minutes. `make demo` has run: its run folder is there.
 STAND_INS = {"hf": "download", "pip": "install", "make": "demo", "tensorboard": "--logdir", "vllm": "serve"}
-# They train a whole run, several, or plan one several times.
-SLOW = ("baselines", "ci", "commands", "one-gpu", "rounds", "scaling", "your-own-data")
+# They train a whole run, several, or plan one several times. README.md has the run of quick-start.
+SLOW = ("baselines", "ci", "commands", "one-gpu", "quick-start", "rounds", "scaling", "your-own-data")
 TYPED = "What would be a nice salad with salmon for my friend?\n"
 
 
@@ -152,7 +153,7 @@ def label_all(session: LabelSession, port: int) -> None:
 def ci_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("blocks") / "ci"
     must_succeed(rlhf("init", "ci", folder))
-    for name, changes in FEWER_STEPS.items():
+    for name, changes in SMALLER_RUN.items():
         text = (folder / name).read_text(encoding="utf-8")
         for old, new in changes.items():
             assert old in text
@@ -167,6 +168,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedShell]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "serve", label_all)
         patch.setattr(sizes, "CPU_MINUTES", 0.05)
+        patch.setattr(sizes, "measure_speed", lambda folder: sizes.Speed(training=4_000.0, generation=1_000.0))
         patch.setattr(sizes, "MIN_STEPS", 2)
         with closing(ForkedShell(tmp_path_factory.mktemp("shell"), STAND_INS)) as shell:
             yield shell

@@ -1,6 +1,6 @@
 """Whatever stands in a config or in a data file: no traceback, a code and a place, and nothing that is lost in silence.
 
-500 cases, the same each time; `make fuzz CASES=50000` draws others.
+300 cases, the same each time; `make fuzz CASES=50000` draws others.
 """
 
 import json

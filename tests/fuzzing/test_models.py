@@ -1,6 +1,6 @@
 """Whatever stands in a model's folder: a code, or the weights of its files and no others. Never random ones in silence.
 
-100 cases beside the 1000 of tests/fuzzing/test_configs_and_rows.py, which `make fuzz CASES=` counts.
+30 cases beside the 300 of tests/fuzzing/test_configs_and_rows.py, which `make fuzz CASES=` counts.
 """
 
 import json

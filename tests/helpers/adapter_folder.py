@@ -25,7 +25,7 @@ PPO = """data: {prompts: prompts.jsonl}
 ppo: {total_episodes: 16, per_device_train_batch_size: 8, gradient_accumulation_steps: 1, response_length: 6}
 """
 EVAL = """data: {prompts: prompts.jsonl}
-eval: {n: 8, best_of: [], modes: [sampled]}
+eval: {n: 8, best_of: [], modes: [sampled], interpolate: []}
 """
 
 

@@ -6,19 +6,20 @@ import pty
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import ppo_folder
 import pytest
 import tiny
 from ppo_folder import PROMPTS, as_stage, must_succeed, rlhf, write
-from run_cli import ROOT
 
 from rlhf_cli import jsonl
+from rlhf_cli.cli import app
 from rlhf_cli.models import save, tokenizers
 
 PROMPT = "\x1b[?2004h> "  # behind what lets a paste of several lines come as one
@@ -69,27 +70,22 @@ def chat_origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Terminal:
-    """`rlhf chat` in a process at a pseudo-terminal."""
+    """`rlhf chat` at a pseudo-terminal, in a fork of this process, which has all imported."""
 
     def __init__(self, *arguments: object, cwd: Path) -> None:
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-        plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf_cli", "chat", *map(str, arguments)],
-            stdin=slave, stdout=slave, stderr=slave, cwd=cwd, start_new_session=True,
-            env={**plain, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
-            preexec_fn=_as_at_a_terminal,
-        )  # fmt: skip
-        os.close(slave)
+        self.process, self.master = pty.fork()
+        if self.process == 0:
+            _chat_here(arguments, cwd)
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
         self.seen = b""
 
     def __enter__(self) -> "Terminal":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
+    def __exit__(self, error: object, *_: object) -> None:
+        if error:
+            os.kill(self.process, signal.SIGKILL)
+            os.waitpid(self.process, 0)
         os.close(self.master)
 
     def until(self, text: str, seconds: float = 60) -> str:
@@ -115,12 +111,10 @@ class Terminal:
     def ends(self, text: str) -> int:
         """Type, wait for the end, and return the exit code."""
         self._press(text)
-        while select.select([self.master], [], [], 0.1)[0] or self.process.poll() is None:
-            try:
+        with suppress(OSError):  # once the other side is closed
+            while True:
                 self.seen += os.read(self.master, 65536)
-            except OSError:
-                break
-        return self.process.wait(30)
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
     def _press(self, text: str) -> None:
         if text == "\x03":  # which Python's readline notices while it waits for a key, not while it reads one
@@ -128,7 +122,21 @@ class Terminal:
         os.write(self.master, text.encode())
 
 
-def _as_at_a_terminal() -> None:
-    """Let Ctrl-C raise SIGINT; background jobs of a shell start with it ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+def _chat_here(arguments: Iterable[object], folder: Path) -> None:
+    """Run `rlhf chat` on the streams of this fork, and end it."""
+    code: object = 1
+    try:
+        sys.stdin = os.fdopen(0)
+        sys.stdout = os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w")
+        for name in ("NO_COLOR", "COLUMNS", "LINES"):
+            os.environ.pop(name, None)
+        os.environ["TERM"] = "xterm"
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background start with it ignored
+        os.chdir(folder)
+        app(["chat", *map(str, arguments)], prog_name="rlhf")
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.stdout.flush()
+        os._exit(int(code or 0))

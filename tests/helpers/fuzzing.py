@@ -15,7 +15,7 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 from rlhf_cli.config.loading import keys
 from rlhf_cli.config.stages import CONFIGS
 
-SUITE = 500
+SUITE = 300
 CASES = int(os.environ.get("RLHF_FUZZ_CASES", SUITE))
 KEYS = sorted({part for stage in CONFIGS for key in keys(stage) for part in key.split(".")} | {"kl_coeff", "lr", "<<"})
 ODD = [

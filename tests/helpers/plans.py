@@ -14,6 +14,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.common.plan.advice import Advice
 from rlhf_cli.commands.common.plan.stage_plan import PhasePlan, StagePlan
 from rlhf_cli.files import file_sha256
+from rlhf_cli.planning import duration
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
 GPU = ("--gpu", "80")
@@ -26,8 +27,13 @@ def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def three(folder: Path) -> Path:
-    """Change a folder of small stages to PPO of ten updates, with a reward model of another training."""
+def three(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change a folder of small stages to PPO of ten updates, with a reward model of another training.
+
+    The speed of this machine is measured once.
+    """
+    monkeypatch.setattr(duration, "MAX_CALLS", 1)
+    monkeypatch.setattr(duration, "MAX_ROUNDS", 1)
     foreign_scorer(folder)
     replace("ppo.yaml", "total_episodes: 64", "total_episodes: 640\n  response_length: 24")
     return folder

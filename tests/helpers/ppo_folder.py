@@ -37,7 +37,7 @@ EVAL = {
     "models": {"sft": "sft_model", "reward": "reward_model"},
     "judges": {"short": "judges:short"},
     "data": {"prompts": "heldout.jsonl"},
-    "eval": {"n": 10, "best_of": [2, 3], "per_device_batch_size": 4},
+    "eval": {"n": 10, "best_of": [2, 3], "interpolate": [], "per_device_batch_size": 4},
 }
 
 

@@ -233,6 +233,8 @@ def environment(hub: Hub, home: Path) -> dict[str, str]:
 def use(hub: Hub, patch: pytest.MonkeyPatch) -> None:
     """Use the hub in this process, in which huggingface_hub has already read the environment; retries do not wait."""
     patch.setenv("HF_TOKEN", TOKEN)
-    for name, value in {"ENDPOINT": hub.address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+    files = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    constants = {"ENDPOINT": hub.address, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_DISABLE_XET": True}
+    for name, value in {**constants, "HF_HUB_OFFLINE": False}.items():
         patch.setattr(huggingface_hub.constants, name, value)
     patch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)

@@ -297,6 +297,7 @@ with counting_reads(reads):
 """
 
 
+@pytest.mark.slow
 def test_the_base_is_read_once_for_its_hash_and_once_for_its_weights(adapters_run: Path, tmp_path: Path) -> None:
     """Whole weights are read again for the answers of reward.normalize: training changed those in memory."""
     cases = (("sft", "sft", 2), ("reward", "reward", 2), ("whole", "reward", 3))

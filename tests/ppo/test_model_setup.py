@@ -46,7 +46,7 @@ def test_num_shared_layers_freezes_and_shares_and_the_rest_trains(family):
     assert any(".0." in name for name in shared) and any(".1." in name for name in shared)
     assert any("embed" in name or "wte" in name for name in shared) and not any(".2." in name for name in shared)
     before = {name: p.detach().clone() for name, p in ours.items()}
-    first, *_ = steps(trainer, 3)
+    (first,) = steps(trainer, 1)
     assert first["objective/kl"] == 0.0 and first["policy/first_ratio_error"] == 0.0
     for name, parameter in trainer.policy.named_parameters():
         assert torch.equal(parameter, before[name]) is (name in shared), name

@@ -29,7 +29,7 @@ SIZES = {
     "sft": [f"sft.{option}" for option in STEPS],
     "reward": [f"reward.{option}" for option in (*STEPS, "normalize_samples=4")],
     "ppo": ["ppo.per_device_train_batch_size=4", "ppo.gradient_accumulation_steps=1", "output.snapshots=0"],
-    "eval": ["eval.n=4", "eval.best_of=[2]", "eval.per_device_batch_size=4"],
+    "eval": ["eval.n=4", "eval.best_of=[2]", "eval.interpolate=[]", "eval.per_device_batch_size=4"],
 }
 SHORT = {"ppo": ["ppo.total_episodes=8", "ppo.response_length=8"]}
 Rows = list[dict[str, Any]]

@@ -1,5 +1,8 @@
 """Every sentence that claims an effect appears in at most 6.5 % of 1000 simulated runs without the effect, and in runs
-with the effect: in the report, in the terminal output and in comparisons."""
+with the effect: in the report, in the terminal output and in comparisons.
+
+One that appears in at most 4 % of the first 400 is seen to be rarer: of 6.5 %, that would be two standard errors less.
+"""
 
 import re
 import tomllib
@@ -20,6 +23,7 @@ from rlhf_cli.report.rules import RULES
 
 pytestmark = pytest.mark.full
 RUNS, MOST = 1000, 0.065
+FIRST, FEW = 400, 0.04
 EFFECTS, LEAST = 40, 0.2  # runs with an effect, and the share that states it: some have only 32 prompts
 World = tuple[Callable[..., Iterator[str]], dict[str, Any]]
 
@@ -72,17 +76,18 @@ def fast() -> Iterator[None]:
 
 
 @cache
-def statements(world: Callable[..., Iterator[str]], options: tuple[tuple[str, Any], ...], runs: int) -> list[str]:
-    """All statements about each of these runs of a world."""
-    return ["\n".join(world(np.random.default_rng([seed, runs]), **dict(options))) for seed in range(runs)]
+def statements(world: Callable[..., Iterator[str]], options: tuple[tuple[str, Any], ...], *seeds: int) -> str:
+    """All statements about a run of a world."""
+    return "\n".join(world(np.random.default_rng(seeds), **dict(options)))
 
 
-def share(one: Claim, world: World, runs: int) -> float:
+def share(one: Claim, world: World, runs: int, of: int) -> float:
+    """Share of the first `runs` of a world's `of` runs that make the claim."""
     pattern, options = re.compile(one.regex, re.MULTILINE), tuple(sorted(world[1].items()))
-    return sum(bool(pattern.search(text)) for text in statements(world[0], options, runs)) / runs
+    return sum(bool(pattern.search(statements(world[0], options, seed, of))) for seed in range(runs)) / runs
 
 
 @pytest.mark.parametrize("one", CLAIMS, ids=lambda one: (one.pattern or one.text)[:40])
 def test_a_claim_depends_on_its_effect(one: Claim) -> None:
-    assert share(one, one.without, RUNS) <= MOST
-    assert share(one, one.having, EFFECTS) >= LEAST
+    assert share(one, one.without, FIRST, RUNS) <= FEW or share(one, one.without, RUNS, RUNS) <= MOST
+    assert share(one, one.having, EFFECTS, EFFECTS) >= LEAST

@@ -26,7 +26,7 @@ from rlhf_cli.runs.strict_json import describe_problem
 
 # Each of the first ones failed with R00 on its own way, when these tests were written.
 SEEDS = [6, 7, 27, 28, 34, 36, 47, 65, 66, 71, 75, 91, 93, 105, 130, 132, 133, 136, 142, 149, 159, 168, 178, 190, 235]
-CARDS = [*SEEDS, *range(1000, 1040)]
+CARDS = [*SEEDS, *range(1000, 1010)]
 
 
 @pytest.fixture(scope="module")

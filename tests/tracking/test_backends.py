@@ -43,7 +43,7 @@ def write_chain(folder: Path) -> None:
     write(folder, "sft", {"model": {"path": "sft_model"}, "data": data, "sft": quick, "output": outputs()})
     write(folder, "reward", {"data": {"train": "pairs.jsonl"}, "reward": quick, "output": outputs()})
     write(folder, "ppo", {"data": PPO["data"], "ppo": PPO["ppo"], "output": outputs(run_name="mine")})
-    asked = {"n": 6, "best_of": [2], "modes": ["sampled"], "per_device_batch_size": 6}
+    asked = {"n": 6, "best_of": [2], "modes": ["sampled"], "interpolate": [], "per_device_batch_size": 6}
     judges = {"short": "judges:short"}
     write(folder, "eval", {"data": {"prompts": "heldout.jsonl"}, "judges": judges, "eval": asked, "output": outputs()})
 
@@ -225,6 +225,7 @@ app()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_a_killed_run_resumes_as_the_same_run_and_sends_nothing_twice(run_folder: Path) -> None:
     write(run_folder, "ppo", {**PPO, "output": outputs(project="killed", run_name="one")})

@@ -44,9 +44,7 @@ def trained(adapters_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A run of adapters, PPO on one base, evaluated with a judge that selects. Not to be changed."""
     folder = shutil.copytree(adapters_run, tmp_path_factory.mktemp("export") / "run")
     (folder / "judges.py").write_text(JUDGE)
-    text = adapter_folder.EVAL.replace(
-        "eval: {", "judges: {short: 'judges:short'}\neval: {interpolate: [], select: short, "
-    )
+    text = adapter_folder.EVAL.replace("eval: {", "judges: {short: 'judges:short'}\neval: {select: short, ")
     (folder / "eval.yaml").write_text(text)
     adapter_folder.run(folder, "ppo", *LORA, *LONG)
     adapter_folder.run(folder, "eval")

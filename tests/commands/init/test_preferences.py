@@ -259,6 +259,7 @@ def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["ppo.yaml"] and not new.exists()
 
 
+@pytest.mark.slow  # README.md trains such a run, too: tests/docs/test_blocks.py
 @pytest.mark.full
 def test_a_file_of_pairs_leads_to_a_finished_run(data: dict[str, Path], world: World, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -408,7 +408,7 @@ def test_e10_accelerate_launch_trains_what_the_config_says(three: Path, tmp_path
     assert "warning[E10]: ACCELERATE_MIXED_PRECISION=bf16" in result.stderr and models[0] == models[1]
 
 
-@pytest.mark.full
+@pytest.mark.distributed
 def test_one_process_of_a_launcher_computes_what_a_plain_one_does(three: Path) -> None:
     """accelerate opens a group on the CPU, and would take all cores for it, which changes the rounding.
 

@@ -61,7 +61,7 @@ def test_adapters_are_interpolated_without_a_copy_of_the_weights(
     expected = logits(halfway(merged, sft))
     out = exported(run, run / "half")
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(out)), expected, atol=1e-4)
-    text = adapter_folder.EVAL.replace("eval: {", "policies: {same: RUN/ppo}\neval: {interpolate: [0.5], ")
+    text = f"policies: {{same: RUN/ppo}}\n{adapter_folder.EVAL}".replace("interpolate: []", "interpolate: [0.5]")
     (run / "eval.yaml").write_text(text)
     config = load("eval", run / "eval.yaml")
     parents = runs.open_parents(config)

@@ -16,7 +16,9 @@ from stand_in_judge import MODEL, StandIn
 from rlhf_cli.judges.question import shown_prompt
 
 pytestmark = pytest.mark.full
-QUICK = {"n": 12, "best_of": [2], "frontier": False, "modes": ["sampled"], "per_device_batch_size": 8}
+QUICK = {
+    "n": 12, "best_of": [2], "frontier": False, "interpolate": [], "modes": ["sampled"], "per_device_batch_size": 8,
+}  # fmt: skip
 
 
 @pytest.fixture

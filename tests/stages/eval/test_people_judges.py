@@ -17,7 +17,7 @@ from rlhf_cli.evaluation.report_text import pairwise_sentences, summary_sentence
 from rlhf_cli.runs.report import PolicyScores, Report, WinRate
 
 pytestmark = pytest.mark.full
-QUICK = {"n": 6, "best_of": [], "frontier": False, "modes": ["sampled"]}
+QUICK = {"n": 6, "best_of": [], "frontier": False, "interpolate": [], "modes": ["sampled"]}
 PEOPLE = {"people": {"labels": "labels/compare"}}
 
 

@@ -9,7 +9,7 @@ from ppo_folder import EVAL, PPO, as_reward_stage, evaluate, must_succeed, ppo, 
 from reward_card import card
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_page")]
-QUICK = {"n": 4, "best_of": [], "modes": ["sampled"], "per_device_batch_size": 4}
+QUICK = {"n": 4, "best_of": [], "modes": ["sampled"], "interpolate": [], "per_device_batch_size": 4}
 FLAG = {"code": "R10", "text": "the score depends on the length of the answer"}
 CARD = {key: value for key, value in card().items() if key != "ci95"} | {"flags": [FLAG]}
 HEADLINE = {"accuracy": 0.8, "accuracy_ci95": [0.76, 0.83], "n": 500, "ece": 0.06}

@@ -64,6 +64,7 @@ def test_a_server_with_the_sft_model_gets_the_policy_that_a_round_starts_from(ru
     assert [row["response"] for row in ours] == [row["response"] for row in plain]
 
 
+@pytest.mark.slow  # tests/ppo/test_vllm_servers.py has several servers without a run
 def test_two_servers_draw_the_tokens_of_hf_and_a_scheduler_may_move_them(run_folder, ppo_run, monkeypatch):
     """The addresses are no part of the run's identity."""
     first, second = (
