@@ -34,7 +34,10 @@ def export(
         str | None, option("--dtype", "DTYPE", "float32, bfloat16 or float16. Default: the dtype of the run.")
     ] = None,
     interpolate: Annotated[
-        float | None, option("--interpolate", "SHARE", "Export SFT + SHARE * (PPO - SFT), with 0 < SHARE < 1.")
+        float | None,
+        option(
+            "--interpolate", "SHARE", "Export SFT + SHARE * (PPO - SFT), with 0 < SHARE <= 2; above 1 it is beyond PPO."
+        ),
     ] = None,
     show_prompt: Annotated[
         bool, flag("--show-prompt", "Show a held-out prompt of your data in the model card.")

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, Posi
 from rlhf_cli.config.base import Config, FolderPath, JudgePath, ModelPath, Name
 from rlhf_cli.config.judges import OpenAIJudge
 from rlhf_cli.config.machinery.paths import FUNCTION
-from rlhf_cli.config.machinery.section import AtLeastTwo, InsideUnitInterval, Section, invalid
+from rlhf_cli.config.machinery.section import AtLeastTwo, Section, invalid
 from rlhf_cli.config.ppo import BUILTINS, VERIFIERS, EngineChoice, VLLMServerSettings, server_of
 from rlhf_cli.config.sections import Dtype, EvalData
 from rlhf_cli.config.sources import DataSource
@@ -19,6 +19,8 @@ from rlhf_cli.trees import at
 
 RESERVED_NAMES = re.compile(r"base|sft|ppo|reward|best_of_\d+|ppo_step_.*|interpolated_.*|.*_vs_.*")
 SHARES = (0.3, 0.5, 0.7)  # of `eval.interpolate` by default
+MAX_SHARE = 2.0
+Share = Annotated[float, Field(gt=0, le=MAX_SHARE)]  # of the way from SFT to PPO; above 1 it goes on behind PPO
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # module.function, which is no hub id
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
 
@@ -86,7 +88,7 @@ class EvalSettings(Section):
     best_of: list[AtLeastTwo] = Field(default=[2, 4, 8])
     limit: LimitSettings | None = None
     frontier: bool = True
-    interpolate: list[InsideUnitInterval] | None = None
+    interpolate: list[Share] | None = None
     max_kl: PositiveFloat | None = 10.0
     select: Name | Select | None = None
     by: str | None = Field(None, min_length=1)
@@ -117,6 +119,9 @@ class EvalSettings(Section):
     def _check_settings(self) -> Self:
         if "sampled" not in self.modes:
             raise invalid("the summary of the report needs sampled answers", "add sampled to eval.modes")
+        if self.interpolate and 1.0 in self.interpolate:
+            text = "eval.interpolate has 1, PPO's own policy, which is evaluated anyway"
+            raise invalid(text, "remove it", "interpolate")
         needed = {"eval.select": "select"} if self.select is not None else {}
         needed |= {f"eval.require: {key}": "require" for key in self.require if key.startswith("selected")}
         if not self.frontier and self.interpolate == []:

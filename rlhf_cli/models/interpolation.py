@@ -1,6 +1,7 @@
-"""Policies between the SFT model and PPO's in weight space: SFT + share * (PPO - SFT).
+"""Policies on the line through the SFT model and PPO's in weight space: SFT + share * (PPO - SFT).
 
-Ramé et al. 2024 (WARP, arXiv 2406.16768, section 3.3) and Lin et al. 2023 (arXiv 2309.06256). It needs no training.
+Between them: Ramé et al. 2024 (WARP, arXiv 2406.16768, section 3.3) and Lin et al. 2023 (arXiv 2309.06256). Beyond PPO:
+Zheng et al. 2024 (arXiv 2404.16792, section 2). It needs no training.
 """
 
 from typing import Any

@@ -53,13 +53,18 @@ class Point(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The points of one judge's panel; those of PPO, of best of n and between SFT and PPO begin with SFT."""
+    """The points of one judge's panel; those of PPO, of best of n and on the line begin with SFT."""
 
     ppo: list[Point]
     best_of_n: list[Point]
-    between: list[Point]
+    line: list[Point]  # through SFT and PPO in the weights, by their share
     others: list[Point]
     limit: list[Point]
+
+    @property
+    def interpolated(self) -> list[Point]:
+        """Return the points of the line that are neither SFT nor PPO."""
+        return [point for point in self.line if point.label]
 
     @property
     def end(self) -> float:
@@ -83,11 +88,16 @@ def panel_of(judge: str, report: Report) -> Panel:
     models = report.models
     start = point(models["sft"], "sft")
     snapshots = [point(each.scores, "ppo") for each in ppo_points(report)]
-    between = [point(each, f"interpolated_{each.share:g}", f"{each.share:g}") for each in report.interpolated or []]
+    line = []
+    if report.interpolated:
+        shares = {0.0: start, 1.0: point(models["ppo"], "ppo")}
+        for each in report.interpolated:
+            shares[each.share] = point(each, f"interpolated_{each.share:g}", f"{each.share:g}")
+        line = [shares[share] for share in sorted(shares)]
     return Panel(
         ppo=[start, *_with_steps(snapshots, report.selected_step)],
         best_of_n=[start, *best_of],
-        between=[start, *between, point(models["ppo"], "ppo")] if between else [],
+        line=line,
         others=[point(models[name], name, name) for name in other_policies(report)],
         limit=[_on_limit(each) for each in limit.points] if limit else [],
     )
@@ -147,14 +157,14 @@ def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, lege
     """
     panel = panel_of(judge, report)
     _draw_points(axis, panel.best_of_n, "s--", color=colors.best_of_n, label="SFT and its best of n (KL bound)")
-    if panel.between:
-        _draw_points(axis, panel.between, "D:", color=colors.between, label="between SFT and PPO")
+    if panel.line:
+        _draw_points(axis, panel.line, "D:", color=colors.between, label="between SFT and PPO")
     for point in panel.others:
         _draw_points(axis, [point], "^", color=colors.other, label=point.label)
     _draw_points(axis, panel.ppo, "o-", color=colors.ppo, label="PPO snapshots" if report.frontier else "PPO")
     if panel.limit:
         _draw_limit(axis, panel.limit, colors.limit)
-    _draw_ring(axis, [*panel.ppo, *panel.between[1:-1]], colors.ring)  # `between` ends with PPO's last policy
+    _draw_ring(axis, [*panel.ppo, *panel.interpolated], colors.ring)
 
     _scale_by_square_root(axis, panel.end)
     axis.set(xlabel="KL from SFT, nats per response (square-root scale)")
@@ -194,7 +204,7 @@ def _values(panel: Panel) -> Values:
         "SFT": [start],
         "PPO": panel.ppo[1:],
         "best of n": panel.best_of_n[1:],
-        "between SFT and PPO": panel.between[1:-1],
+        "between SFT and PPO": panel.interpolated,
         "other": panel.others,
         "limit": panel.limit,
     }

@@ -169,7 +169,8 @@ policies: {best_of_4: m} | C17 policies.best_of_4: the report uses this name | r
 policies: {ppo: m} | C17 policies.ppo: the report uses this name | rename the policy
 policies: {a_vs_b: m} | C17 policies.a_vs_b: the report uses this name | rename the policy
 policies: {a b: m} | S03 policies.a b: not a valid name | ...
-eval: {interpolate: [0.5, 1.0]} | C06 eval.interpolate.1: must be < 1, got 1.0
+eval: {interpolate: [0.5, 2.1]} | C06 eval.interpolate.1: must be <= 2, got 2.1
+eval: {interpolate: [0.5, 1]} | C17 ...eval.interpolate has 1, PPO's own policy... | remove it
 eval: {interpolate: [0]} | C06 eval.interpolate.0: must be > 0, got 0
 eval: {limit: {samples: 3}} | C06 eval.limit.samples: must be >= 4, got 3
 eval: {best_of: [2, 1]} | C06 eval.best_of.1: must be >= 2, got 1

@@ -44,13 +44,13 @@ def test_each_weight_moves_once(dtype: torch.dtype, *, tied: bool) -> None:
     assert all((weight == 65.0).all() for weight in policy.parameters())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
-def test_the_logits_are_those_of_a_model_built_by_hand(family: str) -> None:
+@pytest.mark.parametrize(("family", "share"), [("llama", 0.3), ("llama", 1.3), ("gpt2", 0.3), ("qwen3", 0.3)])
+def test_the_logits_are_those_of_a_model_built_by_hand(family: str, share: float) -> None:
     sft, policy, built = (tiny.causal(family, seed) for seed in (0, 1, 2))
     ours, theirs = policy.state_dict(), sft.state_dict()
-    built.load_state_dict({name: 0.3 * ours[name].double() + 0.7 * theirs[name].double() for name in ours})
+    built.load_state_dict({name: theirs[name] + share * (ours[name].double() - theirs[name]) for name in ours})
     before = logits(policy)
-    interpolate(policy, sft, 0.3)
+    interpolate(policy, sft, share)
     assert torch.allclose(logits(policy), logits(built), atol=1e-5) and not torch.allclose(logits(policy), before)
 
 

@@ -60,6 +60,14 @@ def test_policies_beside_and_between_sft_and_ppo_are_on_the_frontier(tmp_path: P
     assert at_ten is not None and at_ten.interpolated is None and "ppo_vs_dpo" not in at_ten.win_rate
 
 
+def test_a_share_above_1_is_beyond_ppo_on_the_line() -> None:
+    evaluation = with_policies()
+    beyond = {**evaluation["interpolated"][1], "share": 1.3, "kl": 14.0}
+    evaluation["interpolated"].append(beyond)
+    points = plotted("gold", evaluation)["between SFT and PPO"]
+    assert [kl for kl, _ in points] == [0.0, 2.0, 5.0, evaluation["models"]["ppo"]["kl"], 14.0]
+
+
 def page_with_frontiers(run: Path) -> str:
     """The page without its other figures, which take seconds."""
     with pytest.MonkeyPatch.context() as patch:

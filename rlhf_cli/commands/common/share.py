@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rlhf_cli.config.eval import MAX_SHARE
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import interpolation, load, lora
 from rlhf_cli.runs.parents import Parent
@@ -9,8 +10,9 @@ from rlhf_cli.runs.resolve import sft_of
 
 
 def check_share(share: float | None) -> None:
-    if share is not None and not 0 < share < 1:
-        text = f"--interpolate {share:g}: not between 0 (the SFT model) and 1 (the PPO policy)"
+    """Raise RLHFError C06 for a share of another policy than those of `eval.interpolate`."""
+    if share is not None and (share == 1 or not 0 < share <= MAX_SHARE):
+        text = f"--interpolate {share:g}: not above 0 (the SFT model) and at most {MAX_SHARE:g}, or 1 (the PPO policy)"
         raise RLHFError("C06", text, hint="for example --interpolate 0.5")
 
 

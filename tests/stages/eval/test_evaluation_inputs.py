@@ -20,8 +20,12 @@ def test_a_share_or_an_sft_model_that_cannot_be_exported(trained_folder: Path, m
         assert not Path("out").exists()
         return result
 
-    for share in ("0", "1", "1.5", "nan"):
-        fails(export(".", "--interpolate", share), "C06", f"--interpolate {share}: not between 0 (the SFT model) and 1")
+    for share in ("0", "1", "2.5", "nan"):
+        fails(
+            export(".", "--interpolate", share),
+            "C06",
+            f"--interpolate {share}: not above 0 (the SFT model) and at most 2",
+        )
     weights = Path("sft_model/model.safetensors")
     content = load_file(weights)
     save_file({name: weight + 1 for name, weight in content.items()}, weights, {"format": "pt"})
