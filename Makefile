@@ -144,8 +144,9 @@ clean: ## remove build and cache folders; runs/ and the installation stay
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache
 	find rlhf_cli tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# One worker a core; the tests of a file share what they made. Not the files with the fewest tests last: they take longest.
-PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
+# A worker more than cores, because tests wait for children and servers; the tests of a file share what they made. Not the
+# files with the fewest tests last: they take longest.
+PARALLEL := -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder
 # Tiny models are fastest on one thread, and no test may ask a hub.
 TESTING := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
