@@ -83,13 +83,23 @@ class Evaluator:
         """The judge's scores of SFT's answers."""
         return self.judge(self.evaluate(self.sft)[1])
 
-    def line(self, folder: Path, share: float = 1.0) -> Line:
-        """Return {score, kl, n, judge} of SFT + share * (a saved policy - SFT)."""
-        policy = AutoModelForCausalLM.from_pretrained(folder).to(train.DEVICE).eval()
+    def line(self, *folders: Path, share: float = 1.0) -> Line:
+        """Return {score, kl, n, judge} of SFT + share * (a saved policy - SFT), or of the mean of several policies."""
+        policy = mean_policy(folders)
         if share != 1:
             interpolation.interpolate(policy, self.sft, share)
         result, texts = self.evaluate(policy)
         return result | {"judge": statistics.win_rate(self.judge(texts), self.sft_scores)["value"]}
+
+
+@torch.no_grad()
+def mean_policy(folders: Sequence[Path]) -> Any:
+    """Return the policy whose weights are the means of those of saved policies."""
+    policies = [AutoModelForCausalLM.from_pretrained(folder).to(train.DEVICE).eval() for folder in folders]
+    merged = policies[0]
+    for weights in zip(*(policy.parameters() for policy in policies), strict=True):
+        weights[0].copy_(torch.stack(weights).mean(0))
+    return merged
 
 
 evaluator = cache(Evaluator)
@@ -111,7 +121,7 @@ def evaluate_runs(
             if _key(key) in known:
                 continue
             progress("held out: " + ", ".join(f"{name} {value}" for name, value in key.items()))
-            result = evaluator(shared).line(place, point.get("share", 1.0))
+            result = evaluator(shared).line(place, share=point.get("share", 1.0))
             lines.append(key | {name: round(value, 4) for name, value in result.items()})
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")

@@ -1,0 +1,110 @@
+"""The mean of several seeds' policies in weight space, and policies beyond the last one, on held-out prompts.
+
+    python -m benchmarks.learning --shared ../shared --recipe frontier --out DIR
+    python -m benchmarks.learning.merging --shared ../shared --recipe frontier --out DIR
+
+Of each seed, and of all together, SFT + share * (mean of the seeds' policies - SFT). The mean: Ramé et al. 2024 (WARP,
+arXiv 2406.16768, section 3.2, with the mean in place of SLERP). Shares above 1: Zheng et al. 2024 (arXiv 2404.16792).
+About 16 CPU seconds a policy; DIR/RECIPE/merged.jsonl has a line for each, and an interrupted run goes on.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from benchmarks.learning import curves, train
+from benchmarks.learning.__main__ import progress
+from benchmarks.learning.heldout import MAX_KL, TARGETS, evaluator
+
+SHARES = (0.6, 0.7, 0.85, 1.0, 1.1, 1.2, 1.3)
+SFT = {"score": -0.42, "kl": 0.0, "judge": 0.5}  # the start of every row's line; the score is that of its answers
+
+Line = dict[str, Any]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.learning.merging",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shared", type=Path, default=Path("../shared"), help="the developers' shared folder")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-learning"), help="that of benchmarks.learning")
+    parser.add_argument("--recipe", choices=train.RECIPES, default="frontier")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--update", type=int, default=120, help="the policies after this update (default: 120)")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+def evaluate(args: argparse.Namespace, seeds: Sequence[int]) -> list[Line]:
+    """Return {seeds, update, share, score, kl, n, judge} of each share of the seeds' mean policy."""
+    folder = args.out / args.recipe
+    file = folder / "merged.jsonl"
+    known = {(line["seeds"], line["update"], line["share"]): line for line in curves.read_lines(file)}
+    places = [folder / f"seed-{seed}" / "points" / f"{args.update:03d}" / "policy" for seed in seeds]
+    name = " ".join(map(str, seeds))
+
+    lines = []
+    for share in sorted(args.shares):
+        line = known.get((name, args.update, share))
+        if line is None:
+            progress(f"held out: seeds {name}, share {share:g}")
+            result = evaluator(args.shared).line(*places, share=share)
+            rounded = {key: round(value, 4) for key, value in result.items()}
+            line = {"seeds": name, "update": args.update, "share": share, **rounded}
+            with file.open("a", encoding="utf-8") as output:
+                output.write(json.dumps(line) + "\n")
+        lines.append(line)
+    return lines
+
+
+def kl_for(lines: Sequence[Line], score: float) -> float | None:
+    """Return the KL at which the line through SFT and the shares first has a score: the root of KL is interpolated."""
+    for before, after in pairwise([SFT, *lines]):
+        if before["score"] < score <= after["score"]:
+            way = (score - before["score"]) / (after["score"] - before["score"])
+            low, high = before["kl"] ** 0.5, after["kl"] ** 0.5
+            return float((low + way * (high - low)) ** 2)
+    return None
+
+
+def table(lines: Sequence[Line]) -> list[str]:
+    """Return a row for each group of seeds: the KL at each target score, and the best judge within MAX_KL."""
+    targets = [f"KL for {score:g}" for score in TARGETS]
+    rows = [f"| seeds | {' | '.join(targets)} | best judge within {MAX_KL:g} nats | share, score, KL |"]
+    rows.append("|---" * (len(targets) + 3) + "|")
+    for seeds, group in groupby(lines, key=lambda line: line["seeds"]):
+        points = list(group)
+        found = [kl_for(points, score) for score in TARGETS]
+        cells = ["-" if kl is None else f"{kl:.2f}" for kl in found]
+        judge = max((line["judge"] for line in points if line["kl"] <= MAX_KL), default=None)
+        each = "; ".join(f"{line['share']:g}: {line['score']:.2f}, {line['kl']:.2f}" for line in points)
+        rows.append(f"| {seeds} | {' | '.join(cells)} | {'-' if judge is None else f'{judge:.2f}'} | {each} |")
+    return rows
+
+
+def main() -> int:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    groups = [[seed] for seed in args.seeds]
+    if len(args.seeds) > 1:
+        groups.append(args.seeds)
+    lines = [line for seeds in groups for line in evaluate(args, seeds)]
+    progress("")
+    print("\n".join(table(lines)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
