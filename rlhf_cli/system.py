@@ -41,6 +41,7 @@ OUT_OF_MEMORY_MESSAGES = (
     "Cannot allocate memory",
     "not enough memory",
     "bad_alloc",
+    "can't start new thread",  # there is no memory for its stack, or the user may have no more threads
 )
 
 

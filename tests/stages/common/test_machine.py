@@ -235,6 +235,7 @@ MEMORY = [
     MemoryError(),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB."),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes."),
+    RuntimeError("can't start new thread"),
     RuntimeError("unable to mmap 4000 bytes from file <x>: Cannot allocate memory (12)"),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
     RuntimeError("std::bad_alloc"),
