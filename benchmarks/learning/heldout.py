@@ -152,6 +152,16 @@ def cheapest(lines: Iterable[Line], score: float, episodes: int) -> float | None
     return min((line["kl"] for line in lines if line["score"] >= score and line["episodes"] <= episodes), default=None)
 
 
+def best_judge(lines: Iterable[Line]) -> float | None:
+    """Return the judge's highest win rate within MAX_KL; None without a policy there."""
+    return max((line["judge"] for line in lines if line["kl"] <= MAX_KL), default=None)
+
+
+def cells(values: Iterable[float | None]) -> list[str]:
+    """Return numbers as cells of a table."""
+    return ["-" if value is None else f"{value:.2f}" for value in values]
+
+
 def table(lines: Sequence[Line]) -> list[str]:
     """Return the KL at each target score, by recipe and seed, beside TRL's, the goals and the limit.
 
@@ -170,12 +180,10 @@ def table(lines: Sequence[Line]) -> list[str]:
             if not chosen:
                 continue
             found = [cheapest(chosen, score, episodes) for score in TARGETS for episodes in EPISODES]
-            judge = max((line["judge"] for line in chosen if line["kl"] <= MAX_KL), default=None)
-            cells = ["-" if value is None else f"{value:.2f}" for value in (*found, judge)]
-            rows.append(f"| {recipe}, seed {seed}{name} | {' | '.join(cells)} |")
+            rows.append(f"| {recipe}, seed {seed}{name} | {' | '.join(cells((*found, best_judge(chosen))))} |")
     for name, known, judge in (("TRL 1.12, training", TRL, ""), ("goal", TARGETS, WIN_RATE), ("limit", LIMIT, "")):
-        cells = [f"{known[score]:g}" for score in TARGETS for _ in EPISODES]
-        rows.append(f"| {name} | {' | '.join(cells)} | {judge} |")
+        figures = [f"{known[score]:g}" for score in TARGETS for _ in EPISODES]
+        rows.append(f"| {name} | {' | '.join(figures)} | {judge} |")
     return rows
 
 

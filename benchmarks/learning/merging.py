@@ -5,7 +5,7 @@
 
 Of each seed, and of all together, SFT + share * (mean of the seeds' policies - SFT). The mean: Ramé et al. 2024 (WARP,
 arXiv 2406.16768, section 3.2, with the mean in place of SLERP). Shares above 1: Zheng et al. 2024 (arXiv 2404.16792).
-About 16 CPU seconds a policy; DIR/RECIPE/merged.jsonl has a line for each, and an interrupted run goes on.
+About 16 CPU seconds a policy; DIR/RECIPE/merged.jsonl has a line for each, and an interrupted run resumes.
 """
 
 import argparse
@@ -21,10 +21,9 @@ from transformers.utils import logging
 
 from benchmarks.learning import curves, train
 from benchmarks.learning.__main__ import progress
-from benchmarks.learning.heldout import MAX_KL, TARGETS, evaluator
+from benchmarks.learning.heldout import MAX_KL, TARGETS, best_judge, cells, evaluator
 
-SHARES = (0.6, 0.7, 0.85, 1.0, 1.1, 1.2, 1.3)
-SFT = {"score": -0.42, "kl": 0.0, "judge": 0.5}  # the start of every row's line; the score is that of its answers
+SHARES = (0.6, 0.7, 0.85, 1.0, 1.1, 1.2, 1.3)  # beside 0, which is SFT
 
 Line = dict[str, Any]
 
@@ -46,7 +45,7 @@ def arguments() -> argparse.Namespace:
 
 
 def evaluate(args: argparse.Namespace, seeds: Sequence[int]) -> list[Line]:
-    """Return {seeds, update, share, score, kl, n, judge} of each share of the seeds' mean policy."""
+    """Return {seeds, update, share, score, kl, n, judge} of SFT and of each share of the seeds' mean policy."""
     folder = args.out / args.recipe
     file = folder / "merged.jsonl"
     known = {(line["seeds"], line["update"], line["share"]): line for line in curves.read_lines(file)}
@@ -54,7 +53,7 @@ def evaluate(args: argparse.Namespace, seeds: Sequence[int]) -> list[Line]:
     name = " ".join(map(str, seeds))
 
     lines = []
-    for share in sorted(args.shares):
+    for share in (0.0, *sorted(args.shares)):
         line = known.get((name, args.update, share))
         if line is None:
             progress(f"held out: seeds {name}, share {share:g}")
@@ -68,8 +67,8 @@ def evaluate(args: argparse.Namespace, seeds: Sequence[int]) -> list[Line]:
 
 
 def kl_for(lines: Sequence[Line], score: float) -> float | None:
-    """Return the KL at which the line through SFT and the shares first has a score: the root of KL is interpolated."""
-    for before, after in pairwise([SFT, *lines]):
+    """Return the KL at which the line from SFT through the shares first has a score: the root of KL is interpolated."""
+    for before, after in pairwise(lines):
         if before["score"] < score <= after["score"]:
             way = (score - before["score"]) / (after["score"] - before["score"])
             low, high = before["kl"] ** 0.5, after["kl"] ** 0.5
@@ -85,10 +84,8 @@ def table(lines: Sequence[Line]) -> list[str]:
     for seeds, group in groupby(lines, key=lambda line: line["seeds"]):
         points = list(group)
         found = [kl_for(points, score) for score in TARGETS]
-        cells = ["-" if kl is None else f"{kl:.2f}" for kl in found]
-        judge = max((line["judge"] for line in points if line["kl"] <= MAX_KL), default=None)
         each = "; ".join(f"{line['share']:g}: {line['score']:.2f}, {line['kl']:.2f}" for line in points)
-        rows.append(f"| {seeds} | {' | '.join(cells)} | {'-' if judge is None else f'{judge:.2f}'} | {each} |")
+        rows.append(f"| {seeds} | {' | '.join(cells((*found, best_judge(points))))} | {each} |")
     return rows
 
 

@@ -64,7 +64,7 @@ class VLLMEngine:
         return self.policy.join(asked)
 
     def release_memory(self) -> None:
-        """Let servers sleep that share the GPUs. All ranks call it, and go on when they have freed their memory."""
+        """Let servers sleep that share the GPUs. All ranks call it; it returns when they have freed it."""
         if self.sleeps:
             actions = [server.sleep for server in self.servers]
             self.policy.process_group.run_on_main(lambda: _at_once(actions))

@@ -66,7 +66,10 @@ class SentPolicy:
         model = self.ref if by_reference else self.model
         rollout = rollout.to(model.device)
         with sharding.gathered_embeddings(model, self.process_group.all_reduce):
-            return [self._read_row(model, rollout, row) for row in range(len(rollout))]
+            drawn = []
+            for row in range(len(rollout)):
+                drawn.append(self._read_row(model, rollout, row))
+        return drawn
 
     def _read_row(self, model: Any, rollout: Rollout, row: int) -> Drawn:
         """Return a row's response with its log-probs by the server and by `model`, on the CPU."""

@@ -171,7 +171,7 @@ def test_the_mean_of_several_policies(tmp_path):
 
 def test_the_kl_of_a_score_between_the_shares_of_a_merged_policy():
     """The gain over SFT's -0.42 is proportional to the root of the KL here."""
-    points = [(1.0, 1.58, 4.0, 0.7), (2.0, 3.58, 16.0, 0.9)]
+    points = [(0.0, -0.42, 0.0, 0.5), (1.0, 1.58, 4.0, 0.7), (2.0, 3.58, 16.0, 0.9)]
     lines = [dict(zip(("share", "score", "kl", "judge"), point, strict=True), seeds="0 1") for point in points]
     assert [merging.kl_for(lines, score) for score in (0.58, 2.58, 4.0)] == [
         pytest.approx(1.0),
@@ -179,7 +179,7 @@ def test_the_kl_of_a_score_between_the_shares_of_a_merged_policy():
         None,
     ]
     row = merging.table(lines)[-1]
-    assert row == "| 0 1 | 1.30 | 4.58 | 8.12 | 0.70 | 1: 1.58, 4.00; 2: 3.58, 16.00 |"
+    assert row == "| 0 1 | 1.30 | 4.58 | 8.12 | 0.70 | 0: -0.42, 0.00; 1: 1.58, 4.00; 2: 3.58, 16.00 |"
 
 
 def test_the_cheapest_policy_of_a_recipe():

@@ -1,4 +1,4 @@
-"""Policies between SFT and PPO as export and chat build them: SFT + share * (PPO - SFT)."""
+"""Policies on the line through SFT and PPO as export and chat build them: SFT + share * (PPO - SFT)."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from rlhf_cli.runs.resolve import sft_of
 def check_share(share: float | None) -> None:
     """Raise RLHFError C06 for a share of another policy than those of `eval.interpolate`."""
     if share is not None and (share == 1 or not 0 < share <= MAX_SHARE):
-        text = f"--interpolate {share:g}: not above 0 (the SFT model) and at most {MAX_SHARE:g}, or 1 (the PPO policy)"
-        raise RLHFError("C06", text, hint="for example --interpolate 0.5")
+        allowed = f"above 0 (the SFT model), at most {MAX_SHARE:g}, and not 1 (the PPO policy)"
+        raise RLHFError("C06", f"--interpolate {share:g}: must be {allowed}", hint="for example --interpolate 0.5")
 
 
 def load_between(policy: Parent, share: float, trust_remote_code: bool) -> Any:

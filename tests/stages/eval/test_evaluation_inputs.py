@@ -21,11 +21,8 @@ def test_a_share_or_an_sft_model_that_cannot_be_exported(trained_folder: Path, m
         return result
 
     for share in ("0", "1", "2.5", "nan"):
-        fails(
-            export(".", "--interpolate", share),
-            "C06",
-            f"--interpolate {share}: not above 0 (the SFT model) and at most 2",
-        )
+        says = f"--interpolate {share}: must be above 0 (the SFT model), at most 2, and not 1 (the PPO policy)"
+        fails(export(".", "--interpolate", share), "C06", says)
     weights = Path("sft_model/model.safetensors")
     content = load_file(weights)
     save_file({name: weight + 1 for name, weight in content.items()}, weights, {"format": "pt"})
