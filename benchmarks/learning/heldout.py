@@ -37,7 +37,7 @@ TARGETS = {0.72: 1.0, 1.72: 3.0, 2.43: 5.0}  # score -> KL, in nats, at which a 
 LIMIT = {0.72: 0.3, 1.72: 1.0, 2.43: 1.7}  # KL that SFT tilted by exp(score / beta) needs for it
 TRL = {0.72: 5, 1.72: 10, 2.43: 15}  # KL that TRL 1.12's PPO paid for it in training, mean of three seeds
 EPISODES = (3840, 7680)
-SHARES = tuple(percent / 100 for percent in range(20, 95, 5))
+SHARES = tuple(percent / 100 for percent in (*range(20, 95, 5), *range(110, 160, 10)))  # 1 is the policy itself
 WIN_RATE, MAX_KL = 0.90, 10.0  # the judge's goal, and the KL within which it counts
 
 Line = dict[str, Any]
@@ -83,23 +83,16 @@ class Evaluator:
         """The judge's scores of SFT's answers."""
         return self.judge(self.evaluate(self.sft)[1])
 
-    def line(self, *folders: Path, share: float = 1.0) -> Line:
-        """Return {score, kl, n, judge} of SFT + share * (a saved policy - SFT), or of the mean of several policies."""
-        policy = mean_policy(folders)
+    def line(self, policy: Any, share: float = 1.0) -> Line:
+        """Return {score, kl, n, judge} of SFT + share * (policy - SFT), which replaces the policy's weights."""
         if share != 1:
             interpolation.interpolate(policy, self.sft, share)
         result, texts = self.evaluate(policy)
         return result | {"judge": statistics.win_rate(self.judge(texts), self.sft_scores)["value"]}
 
 
-@torch.no_grad()
-def mean_policy(folders: Sequence[Path]) -> Any:
-    """Return the policy whose weights are the means of those of saved policies."""
-    policies = [AutoModelForCausalLM.from_pretrained(folder).to(train.DEVICE).eval() for folder in folders]
-    merged = policies[0]
-    for weights in zip(*(policy.parameters() for policy in policies), strict=True):
-        weights[0].copy_(torch.stack(weights).mean(0))
-    return merged
+def load_saved(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder).to(train.DEVICE).eval()
 
 
 evaluator = cache(Evaluator)
@@ -121,7 +114,7 @@ def evaluate_runs(
             if _key(key) in known:
                 continue
             progress("held out: " + ", ".join(f"{name} {value}" for name, value in key.items()))
-            result = evaluator(shared).line(place, share=point.get("share", 1.0))
+            result = evaluator(shared).line(load_saved(place), point.get("share", 1.0))
             lines.append(key | {name: round(value, 4) for name, value in result.items()})
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")

@@ -148,10 +148,12 @@ def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -
 
 
 class WeightAverage:
-    """Exponential moving average of a model's trainable weights, in main memory, in float32 (of float64: float64).
+    """Moving average of a model's trainable weights, in main memory, in float32 (of float64: float64).
 
-    average_u = decay average_(u-1) + (1 - decay) weights_u after update u; average_0 are the weights at construction.
-    Polyak and Juditsky 1992; Ramé et al. 2024 (arXiv 2406.16768), section 3.1, equation (EMA). Tied weights are one.
+    After update u = 1, 2, ... average += step (weights - average), where step = max(1 - decay, 2 / (u + 1)): first the
+    mean with weights in proportion to u (Lacoste-Julien, Schmidt and Bach 2012, arXiv 1212.2002), which forgets the
+    start at any length, then the exponential one (Ramé et al. 2024, arXiv 2406.16768, section 3.1). Tied
+    weights are one.
     """
 
     def __init__(self, model: nn.Module, decay: float):
@@ -161,11 +163,12 @@ class WeightAverage:
         self.weights = {name: weight for name, weight in named if weight.requires_grad}
         self.load_state_dict(self.weights)
 
-    def update(self) -> None:
-        """Add the weights as they are now. An average of equal weights stays as it is, bit for bit."""
+    def update(self, update: int) -> None:
+        """Add the weights after update 1, 2, ... An average of equal weights stays as it is, bit for bit."""
+        step = max(1 - self.decay, 2 / (update + 1))
         for name, weight in self.weights.items():
             average = self.values[name]
-            average.lerp_(weight.detach().to(average), 1 - self.decay)
+            average.lerp_(weight.detach().to(average), step)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:

@@ -323,7 +323,7 @@ class PPOTrainer:
         self.scheduler.step()
         self.updates += 1
         if self.weight_average:
-            self.weight_average.update()
+            self.weight_average.update(self.updates)
         self.score_moments = experience.score_result.moments  # only now: an experience may be made for show
 
         num_episodes = len(experience.rollout)

@@ -159,14 +159,23 @@ def test_the_recipes_differ_as_they_say():
     assert learning.ppo_settings("frontier", ["kl_coef=0.3"]).kl_coef == 0.3
 
 
-def test_the_mean_of_several_policies(tmp_path):
+def test_the_mean_of_several_policies():
     models = [tiny.causal(seed=seed) for seed in (0, 1, 2)]
-    folders = [tmp_path / str(seed) for seed in range(3)]
-    for model, folder in zip(models, folders, strict=True):
-        model.save_pretrained(folder)
-    mean = learning.heldout.mean_policy(folders)
-    for own, *theirs in zip(*(model.parameters() for model in (mean, *models)), strict=True):
-        assert torch.allclose(own, sum(theirs) / 3)
+    expected = [sum(weights) / 3 for weights in zip(*(model.parameters() for model in models), strict=True)]
+    mean = merging.mean_policy(models)
+    assert all(torch.allclose(own, weight) for own, weight in zip(mean.parameters(), expected, strict=True))
+
+
+def test_the_average_of_a_seeds_snapshots(tmp_path):
+    """As ppo.average: the weights grow with the update at first, 1 to 2 to 3; later snapshots do not count."""
+    models = [tiny.causal(seed=seed) for seed in range(4)]
+    for number, model in enumerate(models, start=1):
+        model.save_pretrained(tmp_path / f"points/{5 * number:03d}/policy")
+    average = merging.seed_policy(tmp_path, update=15, decay=0.98)
+    last = merging.seed_policy(tmp_path, update=15, decay=None)
+    for own, only, *each in zip(*(model.parameters() for model in (average, last, *models)), strict=True):
+        assert torch.allclose(own, (each[0] + 2 * each[1] + 3 * each[2]) / 6, atol=1e-6)
+        assert torch.equal(only, each[2])
 
 
 def test_the_kl_of_a_score_between_the_shares_of_a_merged_policy():

@@ -306,7 +306,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "average of the weights before": (
         "average weights, change",
         {"average": 0.8},
-        at(WeightAverage, "update", lambda _: lambda self: None),
+        at(WeightAverage, "update", lambda _: lambda self, update: None),
     ),
     "other minibatches": (
         "loss/policy_avg, each step",

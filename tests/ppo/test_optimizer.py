@@ -15,24 +15,25 @@ def fill(model, numbers):
 
 
 def test_an_average_by_hand():
-    """Of weights 8, 0, 4, 2 with decay 3/4; a tied weight is averaged once, a frozen one not."""
+    """Decay 3/4: 6, 0 and 4 have the weights 1, 2 and 3, the eighth a quarter. Tied weights are one, frozen ones none."""
     model = nn.Sequential(*(nn.Linear(2, 1, bias=False) for _ in range(3)))
     model[2].weight, model[1].weight.requires_grad = model[0].weight, False
     fill(model, (8, 5))
     average = WeightAverage(model, 0.75)
-    for number, expected in ((0.0, 6.0), (4.0, 5.5), (2.0, 4.625)):
+    for update, number, expected in ((1, 6.0, 6.0), (2, 0.0, 2.0), (3, 4.0, 3.0), (8, 7.0, 4.0)):
         fill(model, (number, 5))
-        average.update()
-        assert {name: value.tolist() for name, value in average.state_dict().items()} == {"0.weight": [[expected] * 2]}
+        average.update(update)
+        assert average.state_dict().keys() == {"0.weight"}
+        assert average.state_dict()["0.weight"].tolist() == [[pytest.approx(expected)] * 2]
     with average.in_model():
-        assert model[2].weight.tolist() == [[4.625] * 2] and model[1].weight.tolist() == [[5.0] * 2]
+        assert model[2].weight.tolist() == [[4.0] * 2] and model[1].weight.tolist() == [[5.0] * 2]
 
 
 def test_bfloat16_weights_are_averaged_in_float32_and_return_bit_for_bit():
     model = nn.Linear(40, 40, dtype=torch.bfloat16)
     average, own = WeightAverage(model, 0.999), copy.deepcopy(model.state_dict())
     fill(model, (2.0, 0.3))
-    average.update()
+    average.update(5000)
     moved = torch.lerp(own["weight"].float(), torch.tensor(2.0), 0.001)
     torch.testing.assert_close(average.state_dict()["weight"], moved, rtol=1e-6, atol=0)
     model.load_state_dict(own)

@@ -186,8 +186,9 @@ def learning_rate(state: State, name: str) -> float:
 
 @torch.no_grad()
 def average_policy(state: State) -> None:
-    """Average the policy's weights: a = d a + (1 - d) w, the decay d being `average` (Polyak and Juditsky 1992)."""
-    d = state.settings.average or 0.0
+    """Average the policy's weights: a = (1 - s) a + s w after update u, where s = max(1 - `average`, 2 / (u + 1))."""
+    u = state.update + 1
+    s = max(1 - (state.settings.average or 0.0), 2 / (u + 1))
     policy = dict(state.policy.named_parameters())
     for name, value in state.average.items():
-        state.average[name] = d * value + (1 - d) * policy[name].cpu()
+        state.average[name] = (1 - s) * value + s * policy[name].cpu()

@@ -57,10 +57,12 @@ def _in_phase(phase, call, *args, **kwargs):
 
 
 def _argument(kind, args):
-    """Return a name for the argument of a call: a file, a folder, or a number of rows with their hash."""
+    """Return a name for the argument of a call: a file, a folder, a number of rows with their hash, or None."""
     if kind == "tokenised":
         return f"{len(args[1])} rows, {hash((str(args[1]), str(args[2])))}"
     first = next((arg for arg in args if not isinstance(arg, type)), None)
+    if first is None:  # from_pretrained(None, state_dict=...) reads no file
+        return None
     return _relative(first.name if hasattr(first, "read") else first)
 
 
@@ -83,8 +85,8 @@ def _watch(owner, name, phase, kind):
     def watched(*args, **kwargs):
         if kind == "reads":
             return _count_read(_argument(kind, args), inner(*args, **kwargs))
-        if kind:
-            _counts[kind][_argument(kind, args)] += 1
+        if kind and (argument := _argument(kind, args)):
+            _counts[kind][argument] += 1
         return _in_phase(phase, inner, *args, **kwargs)
 
     watched.__wrapped__ = inner

@@ -105,7 +105,10 @@ def test_the_result_of_a_run_is_the_average_of_its_policies_through_a_stop(run_f
     made, expected = manifest(run_folder), load_file(run_folder / "sft_model/model.safetensors")
     for step in range(1, 5):
         trained = save.load_tree(run_folder / f"ppo/state/step_00000{step}")["trainer"]["policy"]
-        expected = {name: (weight + trained[name]) / 2 for name, weight in expected.items()}
+        expected = {
+            name: torch.lerp(weight, trained[name], (1, 2 / 3, 1 / 2, 1 / 2)[step - 1])
+            for name, weight in expected.items()
+        }
         for result in [f"snapshots/step_00000{step}"] * (step % 2 == 0) + ["model"] * (step == 4):
             saved = load_file(run_folder / "ppo" / result / "model.safetensors")
             torch.testing.assert_close(saved, expected, rtol=1e-6, atol=1e-8)
