@@ -53,7 +53,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lam": 0.8,
         "value_learning_rate": 5e-4,
         "cliprange_value": 1.0,
-        "average": 0.9,
+        "average": 0.98,
     },
 }
 

@@ -19,6 +19,7 @@ from rlhf_cli.trees import at
 
 RESERVED_NAMES = re.compile(r"base|sft|ppo|reward|best_of_\d+|ppo_step_.*|interpolated_.*|.*_vs_.*")
 SHARES = (0.3, 0.5, 0.7)  # of `eval.interpolate` by default
+AVERAGE_SHARES = (0.6, 1.25, 1.5)  # the same with `ppo.average`, which lags behind the last policy
 MAX_SHARE = 2.0
 Share = Annotated[float, Field(gt=0, le=MAX_SHARE)]  # of the way from SFT to PPO; above 1 it is beyond PPO
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # module.function, which is no hub id

@@ -514,7 +514,7 @@ RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
         "lam": (0.8, _OURS),
         "cliprange_value": (0.5, _OURS),
         "value_learning_rate": (TimesLearningRate(5), _OURS),
-        "average": (0.9, _OURS),
+        "average": (0.98, _OURS),
     },
 }
 

@@ -15,7 +15,7 @@ def fill(model, numbers):
 
 
 def test_an_average_by_hand():
-    """Decay 3/4: 6, 0 and 4 have the weights 1, 2 and 3, the eighth a quarter. Tied weights are one, frozen ones none."""
+    """Decay 3/4: 6, 0 and 4 weigh 1, 2 and 3, the eighth a quarter. A tied weight is one, a frozen one none."""
     model = nn.Sequential(*(nn.Linear(2, 1, bias=False) for _ in range(3)))
     model[2].weight, model[1].weight.requires_grad = model[0].weight, False
     fill(model, (8, 5))

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_cli import config as configs
 from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.eval import SHARES, EvalConfig
+from rlhf_cli.config.eval import AVERAGE_SHARES, SHARES, EvalConfig
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.errors import RLHFError, at_location, shown
@@ -138,7 +138,10 @@ def shares_between(config: EvalConfig, options: Options, parents: Mapping[str, P
     ppo = parents["models.ppo"]
     sft = parents["models.sft"]
     if config.eval.interpolate is None:
-        return list(SHARES) if started_from(ppo, sft) else []
+        if not started_from(ppo, sft):
+            return []
+        settings = ppo_settings(ppo)
+        return list(AVERAGE_SHARES if settings and settings.average else SHARES)
 
     if config.eval.interpolate:
         with at_location(config.where("eval.interpolate")):
