@@ -152,7 +152,9 @@ class WeightAverage:
 
     After update u = 1, 2, ... average += step (weights - average), where step = max(1 - decay, 2 / (u + 1)): first the
     mean with weights in proportion to u (Lacoste-Julien, Schmidt and Bach 2012, arXiv 1212.2002), which forgets the
-    start at any length, then the exponential one (Ramé et al. 2024, arXiv 2406.16768, section 3.1). Tied weights are one.
+    start at any length, then the exponential one (Ramé et al. 2024, arXiv 2406.16768, section 3.1).
+
+    Tied weights are one.
     """
 
     def __init__(self, model: nn.Module, decay: float):
