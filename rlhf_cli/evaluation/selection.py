@@ -1,5 +1,6 @@
 """The frontier, KL and scores of PPO's policies; and the recommended one, chosen on half of the prompts."""
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -85,6 +86,28 @@ def split_prompts(prompts: Sequence[str]) -> Halves:
         half = halves.choosing if prompt in choosing else halves.reporting
         half.append(row)
     return halves
+
+
+def share_at_limit(kl_by_share: Mapping[float, float], max_kl: float) -> float | None:
+    """Return the share of a policy with about 0.95 of a KL limit, in nats; None if all shares are within the limit.
+
+    Also None if a share has at least 0.85 of the limit already. KL grows like a power of the share, so logarithms are
+    interpolated; below the lowest share the power is 2.
+    """
+    points = sorted((share, kl) for share, kl in kl_by_share.items() if kl > 0)
+    within = [point for point in points if point[1] <= max_kl]
+    beyond = [point for point in points if point[1] > max_kl]
+    if not beyond or any(kl >= 0.85 * max_kl for _, kl in within):
+        return None
+
+    share, kl = beyond[0]
+    power = 2.0
+    below = [point for point in within if point[0] < share]
+    if below:
+        low_share, low_kl = below[-1]
+        power = math.log(kl / low_kl) / math.log(share / low_share)
+    found: float = share * (0.95 * max_kl / kl) ** (1 / power)
+    return round(found, 3)
 
 
 def choose(candidates: Sequence[EvalResponses], sft: EvalResponses, rows: Sequence[int], rule: Rule) -> Choice:

@@ -107,7 +107,7 @@ def _interpolated(evaluated: Sequence[EvalResponses], sft: EvalResponses) -> lis
         for each in evaluated
         if each.share is not None
     ]
-    return points or None
+    return sorted(points, key=lambda point: point.share) or None
 
 
 def _with_frontier(

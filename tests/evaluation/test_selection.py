@@ -267,6 +267,22 @@ def test_the_highest_mean_within_the_limit_is_taken_and_of_equal_ones_the_neares
     assert chosen(2.0) == ("sft", "none of 3 policies has a KL of at most 2")
 
 
+def test_the_share_whose_kl_is_near_a_limit() -> None:
+    """Of a policy whose KL is 20 share^2.5; none if a share is near the limit, or all are within it."""
+
+    def kl(share: float) -> float:
+        return 20 * share**2.5
+
+    known = {share: kl(share) for share in (0.3, 0.5, 0.7, 1.0)}
+    for limit in (2.0, 10.0, 15.0):
+        share = selection.share_at_limit(known, limit)
+        assert share and kl(share) == pytest.approx(0.95 * limit, rel=0.01)
+    assert selection.share_at_limit(known, 0.5) == pytest.approx(0.3 * (0.475 / kl(0.3)) ** 0.5, abs=1e-3), "power 2"
+    assert selection.share_at_limit(known, 20.0) is None, "all are within the limit"
+    assert selection.share_at_limit(known, kl(0.5) * 1.1) is None, "0.5 is near enough"
+    assert selection.share_at_limit({0.3: -0.01, 1.0: 4.0}, 1.0) == pytest.approx((0.95 / 4) ** 0.5, abs=1e-3)
+
+
 def test_sft_is_recommended_if_the_best_policy_is_worse_beyond_chance() -> None:
     rng = np.random.default_rng(1)
     scores = rng.normal(size=64)

@@ -10,6 +10,7 @@ from report_run import text_of
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli.config.loading import load
+from rlhf_cli.evaluation import selection
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.eval import evaluated_models, evaluation_inputs
 from rlhf_cli.stages.eval import run as stage
@@ -76,6 +77,29 @@ def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatc
     for text in (text_of(page), " ".join(result.stdout.split())):
         assert "KL overhead" in text and "less 1 for an answer that does not end" in text and "PPO pays" in text
         assert "share 0.5" in text and "interpolated_" not in text
+
+
+def test_a_policy_just_within_max_kl_is_evaluated_beside_the_default_shares(trained_folder: Path) -> None:
+    """Only if PPO is beyond the limit and none of them is near it; its own share is like any other."""
+    settings = {key: value for key, value in QUICK.items() if key != "interpolate"} | {"modes": ["sampled"]}
+    write(trained_folder, "eval", {**EVAL, "eval": settings})
+    report, _ = evaluate(trained_folder, "--fresh")
+    points = {1.0: report["models"]["ppo"]["kl"]} | {each["share"]: each["kl"] for each in report["interpolated"]}
+    assert sorted(points) == [0.3, 0.5, 0.7, 1.0] and points[1.0] < 10
+    limit = points[1.0] / 2
+    share = selection.share_at_limit(points, limit)
+    assert share and 0.7 < share < 1
+
+    write(trained_folder, "eval", {**EVAL, "eval": {**settings, "max_kl": limit}})
+    limited, result = evaluate(trained_folder, "--fresh")
+    assert [each["share"] for each in limited["interpolated"]] == [0.3, 0.5, 0.7, share]
+    assert "eval 8/8 round" in result.stderr, "two policies, four shares, two draws"
+    assert points[0.7] < limited["interpolated"][3]["kl"] < points[1.0]
+    assert limited["interpolated"][:3] == report["interpolated"]
+
+    write(trained_folder, "eval", {**EVAL, "eval": {**settings, "max_kl": limit, "interpolate": [0.7]}})
+    given, _ = evaluate(trained_folder, "--fresh")
+    assert [each["share"] for each in given["interpolated"]] == [0.7], "a list in eval.yaml is kept to"
 
 
 def test_a_score_that_is_not_finite_is_named_and_no_report_is_written(trained_folder: Path) -> None:

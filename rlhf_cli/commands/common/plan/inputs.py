@@ -183,7 +183,7 @@ class ModelResolver:
         trainer = self.trainer(config)
         shares = settings.interpolate or []
         if settings.interpolate is None and trainer:
-            shares = list(SHARES)  # as many with ppo.average
+            shares = list(SHARES)  # as many with ppo.average; one more if max_kl cuts them off
         rounds = policies * len(settings.modes) + settings.draws + len(shares)
         if trainer and settings.frontier:
             # Beside PPO's last policy; its best one may be evaluated too.
