@@ -10,19 +10,23 @@ About 16 CPU seconds a policy; DIR/RECIPE/merged.jsonl has a line for each, and 
 """
 
 import argparse
+import copy
 import json
+import math
 import sys
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.utils import logging
 
 from benchmarks.learning import curves, train
 from benchmarks.learning.__main__ import progress
 from benchmarks.learning.heldout import MAX_KL, TARGETS, best_judge, cells, evaluator, load_saved
+from rlhf_cli.evaluation.limit import crossing
 from rlhf_cli.ppo.optimizer import WeightAverage
 
 SHARES = (0.6, 0.7, 0.85, 1.0, 1.1, 1.2, 1.3)  # beside 0, which is SFT
@@ -80,18 +84,21 @@ def evaluate(args: argparse.Namespace, seeds: Sequence[int]) -> list[Line]:
     known = {key_of(line): line for line in curves.read_lines(file)}
     name = " ".join(map(str, seeds))
 
+    policy = None
     lines = []
     for share in (0.0, *sorted(args.shares)):
         line = {"seeds": name, "update": args.update, "average": args.average, "share": share}
         if key_of(line) in known:
-            line = known[key_of(line)]
-        else:
-            progress(f"held out: seeds {name}, share {share:g}")
-            policies = [seed_policy(folder / f"seed-{seed}", args.update, args.average) for seed in seeds]
-            result = evaluator(args.shared).line(mean_policy(policies), share)
-            line |= {key: round(value, 4) for key, value in result.items()}
-            with file.open("a", encoding="utf-8") as output:
-                output.write(json.dumps(line) + "\n")
+            lines.append(known[key_of(line)])
+            continue
+
+        progress(f"held out: seeds {name}, share {share:g}")
+        if policy is None:
+            policy = mean_policy([seed_policy(folder / f"seed-{seed}", args.update, args.average) for seed in seeds])
+        result = evaluator(args.shared).line(copy.deepcopy(policy), share)
+        line |= {key: round(value, 4) for key, value in result.items()}
+        with file.open("a", encoding="utf-8") as output:
+            output.write(json.dumps(line) + "\n")
         lines.append(line)
     return lines
 
@@ -102,12 +109,10 @@ def key_of(line: Line) -> tuple[Any, ...]:
 
 def kl_for(lines: Sequence[Line], score: float) -> float | None:
     """Return the KL at which the line from SFT through the shares first has a score: the root of KL is interpolated."""
-    for before, after in pairwise(lines):
-        if before["score"] < score <= after["score"]:
-            way = (score - before["score"]) / (after["score"] - before["score"])
-            low, high = before["kl"] ** 0.5, after["kl"] ** 0.5
-            return float((low + way * (high - low)) ** 2)
-    return None
+    root = np.sqrt([line["kl"] for line in lines])
+    gaps = np.array([line["score"] - score for line in lines])
+    kl = crossing(root, gaps)
+    return None if math.isinf(kl) else kl
 
 
 def table(lines: Sequence[Line]) -> list[str]:

@@ -142,10 +142,10 @@ def needed_kl(
     gaps = paths - np.asarray(own)[:, None]
     low, high = statistics.mean_intervals(gaps, clusters)
     root = np.sqrt(kl)
-    return _crossing(root, gaps.mean(axis=0)), (_crossing(root, high + rest), _crossing(root, low))
+    return crossing(root, gaps.mean(axis=0)), (crossing(root, high + rest), crossing(root, low))
 
 
-def _crossing(root: Array, gaps: Array) -> float:
+def crossing(root: Array, gaps: Array) -> float:
     """Return the KL (its `root` is given) from which on gaps (M,) are at least 0."""
     gaps = np.maximum.accumulate(gaps)
     if gaps[-1] < 0:

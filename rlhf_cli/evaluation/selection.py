@@ -56,6 +56,9 @@ def _highest(points: Sequence[FrontierPoint], judge: str) -> FrontierPoint:
 # The recommended policy
 
 
+NEAR, TARGET = 0.85, 0.95  # of the KL limit: a share that has NEAR is enough, another one is sought at TARGET
+
+
 class Rule(NamedTuple):
     """The highest mean of a judge among the policies within a KL from SFT, in nats; None: any KL."""
 
@@ -89,24 +92,24 @@ def split_prompts(prompts: Sequence[str]) -> Halves:
 
 
 def share_at_limit(kl_by_share: Mapping[float, float], max_kl: float) -> float | None:
-    """Return the share of a policy with about 0.95 of a KL limit, in nats; None if all shares are within the limit.
+    """Return the share of a policy with about TARGET of a KL limit, in nats; None if all shares are within the limit.
 
-    Also None if a share has at least 0.85 of the limit already. KL grows like a power of the share, so logarithms are
+    Also None if a share has at least NEAR of the limit already. KL grows like a power of the share, so logarithms are
     interpolated; below the lowest share the power is 2.
     """
-    points = sorted((share, kl) for share, kl in kl_by_share.items() if kl > 0)
-    within = [point for point in points if point[1] <= max_kl]
-    beyond = [point for point in points if point[1] > max_kl]
-    if not beyond or any(kl >= 0.85 * max_kl for _, kl in within):
+    known = {share: kl for share, kl in kl_by_share.items() if kl > 0}
+    beyond = [share for share, kl in known.items() if kl > max_kl]
+    near = [share for share, kl in known.items() if NEAR * max_kl <= kl <= max_kl]
+    if not beyond or near:
         return None
 
-    share, kl = beyond[0]
+    share = min(beyond)
+    below = [other for other in known if other < share]
     power = 2.0
-    below = [point for point in within if point[0] < share]
     if below:
-        low_share, low_kl = below[-1]
-        power = math.log(kl / low_kl) / math.log(share / low_share)
-    found: float = share * (0.95 * max_kl / kl) ** (1 / power)
+        lower = max(below)
+        power = math.log(known[share] / known[lower]) / math.log(share / lower)
+    found: float = share * (TARGET * max_kl / known[share]) ** (1 / power)
     return round(found, 3)
 
 
@@ -115,20 +118,32 @@ def choose(candidates: Sequence[EvalResponses], sft: EvalResponses, rows: Sequen
 
     Of equal means the one with the lowest KL is taken. SFT is also taken if no candidate is within the KL.
     """
-    near = [each for each in candidates if rule.max_kl is None or _mean(each.kl, rows) <= rule.max_kl]
+
+    def kl(policy: EvalResponses) -> float:
+        return _mean(policy.kl, rows)
+
+    def score(policy: EvalResponses) -> float:
+        return _mean(policy.scores[rule.judge], rows)
+
+    near = list(candidates)
+    bound = ""
+    if rule.max_kl is not None:
+        near = [each for each in candidates if kl(each) <= rule.max_kl]
+        bound = f" with a KL of at most {rule.max_kl:g}"
     if not near:
         return Choice(sft, f"none of {len(candidates)} policies has a KL of at most {rule.max_kl:g}")
 
-    best = max(near, key=lambda each: (_mean(each.scores[rule.judge], rows), -_mean(each.kl, rows)))
-    ours = [best.scores[rule.judge][row] for row in rows]
-    theirs = [sft.scores[rule.judge][row] for row in rows]
-    _, interval = statistics.paired_difference(ours, theirs, [sft.prompts[row] for row in rows])
-
-    bound = "" if rule.max_kl is None else f" with a KL of at most {rule.max_kl:g}"
+    best = max(near, key=lambda each: (score(each), -kl(each)))
     among = f"among {len(near)} of {len(candidates)} policies{bound}"
     highest = f"the highest mean of {rule.judge} on {len(rows)} prompts {among}"
+
+    prompts = [sft.prompts[row] for row in rows]
+    ours = [best.scores[rule.judge][row] for row in rows]
+    theirs = [sft.scores[rule.judge][row] for row in rows]
+    _, interval = statistics.paired_difference(ours, theirs, prompts)
     if interval and interval[1] < 0:
-        return Choice(sft, f"{highest} is that of {policy_label(best.step, best.share)}, and below SFT's beyond chance")
+        label = policy_label(best.step, best.share)
+        return Choice(sft, f"{highest} is that of {label}, and below SFT's beyond chance")
     return Choice(best, highest)
 
 

@@ -49,8 +49,13 @@ def policies_to_evaluate(
     for step, path in series.snapshots.items():
         policies.append(EvaluatedPolicy(f"ppo_{path.name}", replace(ppo, model=path), step=step))
     for share in shares:
-        policies.append(EvaluatedPolicy(f"interpolated_{share:g}", ppo, share=share))
+        policies.append(interpolated_policy(ppo, share))
     return policies
+
+
+def interpolated_policy(ppo: Parent, share: float) -> EvaluatedPolicy:
+    """Return SFT + share * (PPO - SFT) under its name in the report."""
+    return EvaluatedPolicy(f"interpolated_{share:g}", ppo, share=share)
 
 
 class EvaluatedModels:

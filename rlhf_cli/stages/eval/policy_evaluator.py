@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from statistics import mean
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,12 +25,12 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.rewards.model import RewardModels, model_scores
 from rlhf_cli.rewards.signature import TextRows
-from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import lifecycle, scoring
 from rlhf_cli.stages.eval.evaluated_models import (
     EvaluatedModels,
     EvaluatedPolicy,
     JudgeFn,
+    interpolated_policy,
     load_judges,
     policies_to_evaluate,
 )
@@ -74,9 +74,11 @@ def evaluate_policies(config: EvalConfig, stage: lifecycle.StageRun, inputs: Eva
     num_rounds = sum(len(policy.modes) for policy in policies) + config.eval.draws
     with open_engines(loaded, inputs, policies) as engines, Progress("eval", num_rounds, "round") as bar:
         evaluated = _evaluate_each(policies, engines, evaluator, bar)
-        at_limit = _policies_at_limit(config, stage.parents["models.ppo"], inputs.shares, evaluated)
-        bar.total += len(at_limit)
-        evaluated += _evaluate_each(at_limit, engines, evaluator, bar)
+        share = _share_at_limit(config, inputs.shares, evaluated)
+        if share is not None:
+            bar.total += 1
+            at_limit = interpolated_policy(stage.parents["models.ppo"], share)
+            evaluated += _evaluate_each([at_limit], engines, evaluator, bar)
         draws = _draw_from_sft(config, engines, evaluator, bar)
     best_of_n = [select_best_of_n(draws[:n]) for n in config.eval.best_of]
     return Evaluated(
@@ -86,20 +88,19 @@ def evaluate_policies(config: EvalConfig, stage: lifecycle.StageRun, inputs: Eva
     )
 
 
-def _policies_at_limit(
-    config: EvalConfig, ppo: Parent, shares: Sequence[float], evaluated: Sequence[EvalResponses]
-) -> list[EvaluatedPolicy]:
-    """Return the policy between SFT and PPO just within eval.max_kl, if the shares by default have none near it."""
+def _share_at_limit(config: EvalConfig, shares: Sequence[float], evaluated: Sequence[EvalResponses]) -> float | None:
+    """Return the share just within eval.max_kl, if the shares by default have none near it."""
     limit = config.eval.kl_limit
-    if config.eval.interpolate is not None or not shares or limit is None:
-        return []
+    has_default_shares = config.eval.interpolate is None and len(shares) > 0
+    if limit is None or not has_default_shares:
+        return None
+
     kl_by_share = {}
     for each in evaluated:
         share = 1.0 if each.model == "ppo" else each.share
-        if share is not None and each.mode == "sampled" and each.kl:
-            kl_by_share[share] = mean(each.kl)
-    share = share_at_limit(kl_by_share, limit)
-    return [] if share is None else [EvaluatedPolicy(f"interpolated_{share:g}", ppo, share=share)]
+        if share is not None and each.kl is not None:  # near-greedy responses have none
+            kl_by_share[share] = fmean(each.kl)
+    return share_at_limit(kl_by_share, limit)
 
 
 def _score_labelled(judge: PeopleJudge, evaluator: "PolicyEvaluator") -> tuple[EvalResponses, EvalResponses]:
