@@ -222,7 +222,7 @@ class ObjectiveSettings(Section):
 
     # KL penalty
     kl_coef: NonNegativeFloat = 0.05
-    kl_in: Literal["reward", "loss"] = "reward"
+    kl_in: Literal["reward", "loss", "both"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
     adap_kl_ctrl: bool = False
     target: PositiveFloat = 6.0
@@ -252,6 +252,35 @@ class ObjectiveSettings(Section):
     target_kl: PositiveFloat = 1.0
     ratio_threshold: AboveOne | None = 10.0
 
+    def _check_kl_in_both(self) -> None:
+        """Raise ValueError if the KL in the reward and that in the loss would not be one penalty."""
+        if self.kl_estimator != "full":
+            text = f"kl_in both with kl_estimator {self.kl_estimator} would count the KL of a token twice"
+            raise invalid(text, "set kl_estimator: full")
+        if self.advantage == "grpo":
+            raise invalid(
+                "kl_in both does not work with grpo, which scales the reward of each group", "set kl_in: loss"
+            )
+        if self.whiten_rewards:
+            raise invalid(
+                "kl_in both does not work with whiten_rewards, which scales the KL in the reward", "remove it"
+            )
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """True if the token rewards have the KL penalty."""
+        return self.kl_in in ("reward", "both")
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """True if the loss has the KL penalty."""
+        return self.kl_in in ("loss", "both")
+
+    @property
+    def exact_kl_in_loss(self) -> bool:
+        """True if the loss compares all next tokens of policy and reference: it needs the reference's logits."""
+        return self.kl_in_loss and self.kl_estimator == "full"
+
     @property
     def needs_value_model(self) -> bool:
         """True if the advantages are those of a value model, not of the other responses to a prompt."""
@@ -262,6 +291,8 @@ class ObjectiveSettings(Section):
         if self.kl_in == "loss" and self.kl_estimator in ("k1", "abs"):
             text = f"kl_estimator {self.kl_estimator} in the loss does not have the gradient of the KL"
             raise invalid(f"{text} (that of k1 is zero on average)", "set kl_estimator: full, k2 or k3")
+        if self.kl_in == "both":
+            self._check_kl_in_both()
         if self.adap_kl_ctrl and self.kl_coef == 0:
             text = "adap_kl_ctrl multiplies kl_coef, which is 0"
             raise invalid(text, "set kl_coef: 0.2, the default of TRL's controller")

@@ -351,7 +351,7 @@ class PPOMemory:
         settings = self.settings
         policy = self.policy
         lengths = self.lengths
-        compares = settings.kl_in == "loss" and settings.kl_estimator == "full"  # policy and reference
+        compares = settings.exact_kl_in_loss
         answers = self.rows * lengths.response
         width = lengths.row - 1
 

@@ -25,11 +25,11 @@ def estimate_advantages(
     rewards: Tensor,
     values: Tensor | None,
     settings: PPOSettings,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return advantages by ppo.advantage, normalised by ppo.advantage_norm, and returns, from rewards; (B, R) each.
+) -> tuple[Tensor | None, Tensor | None, float]:
+    """Return advantages by ppo.advantage and returns, from rewards, (B, R) each, and the divisor of the advantages.
 
-    Without `values` there are no returns, and advantages only for num_samples_per_prompt adjacent responses to each
-    prompt.
+    It is their standard deviation with ppo.advantage_norm batch, else 1. Without `values` there are no returns, and
+    advantages only for num_samples_per_prompt adjacent responses to each prompt.
     """
     mask = rollout.response_mask
     samples = settings.num_samples_per_prompt
@@ -40,10 +40,20 @@ def estimate_advantages(
     elif rollout.has_groups(samples):
         advantages = losses.group_advantages(rewards, mask, samples, settings.advantage)
     else:
-        return None, None
-    if settings.advantage_norm == "batch":
-        advantages = losses.masked_whiten(advantages, mask)
-    return advantages, returns
+        return None, None, 1.0
+    if settings.advantage_norm == "none":
+        return advantages, returns, 1.0
+    return losses.masked_whiten(advantages, mask), returns, losses.whitening_scale(advantages, mask)
+
+
+def kl_loss_coef(kl_coef: float, advantage_scale: float, settings: PPOSettings) -> float:
+    """Return the coefficient of the KL in the loss, 0 without it.
+
+    With kl_in both it is divided by what the advantages were divided by, as they have the KL of the later tokens.
+    """
+    if settings.kl_in == "both":
+        return kl_coef / advantage_scale
+    return kl_coef if settings.kl_in == "loss" else 0.0
 
 
 @dataclass(frozen=True)
@@ -90,10 +100,11 @@ class Experience:
     packed: bool  # their rows are concatenated without padding
     score_result: ScoreResult
     kl_coef: float  # used in this update
+    kl_loss_coef: float  # of the KL in the loss, in units of the advantages; 0 without it
     logprobs: Tensor  # (B, R) float32: of the policy, at the sampling temperature
     ref_logprobs: Tensor  # (B, R) float32
     kl: Tensor  # (B, R) float32: by ppo.kl_estimator, nats
-    rewards: Tensor  # (B, R) float32: final score, minus the KL penalty if ppo.kl_in is reward
+    rewards: Tensor  # (B, R) float32: final score, minus the KL penalty unless ppo.kl_in is loss
     advantages: Tensor | None  # (B, R) float32; None if ppo.advantage lacks its groups of responses to a prompt
     values: Tensor | None = None  # (B, R) float32: before each response token, if there is a value model
     returns: Tensor | None = None  # (B, R) float32: its targets

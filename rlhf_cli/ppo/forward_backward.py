@@ -53,15 +53,15 @@ def policy_loss_and_metrics(
     tokens: TokenBatch,
     logits: Tensor,
     ref_logits: Tensor | None,
-    kl_coef: float,
+    kl_loss_coef: float,
     settings: PPOSettings,
     *,
     fused: bool = False,
 ) -> tuple[Tensor, TokenMetrics]:
     """Return the policy's loss (N,), with gradient, and metrics from its logits (N, V).
 
-    loss = weight * surrogate - entropy_coef * entropy, plus kl_coef * KL with kl_in loss; the weights are those of
-    rollout_correction. `ref_logits` (N, V): for kl_estimator full. `fused`: log-probs by `fused_logprobs_and_entropy`.
+    loss = weight * surrogate - entropy_coef * entropy, plus kl_loss_coef * KL unless kl_in is reward. The weights are
+    those of rollout_correction. `ref_logits` (N, V): for kl_estimator full. `fused`: log-probs by `fused_logprobs_and_entropy`.
     """
     if fused:
         logprobs, entropy = fused_logprobs_and_entropy(logits, tokens.ids, settings.temperature)
@@ -82,12 +82,12 @@ def policy_loss_and_metrics(
     if settings.entropy_coef:
         loss = loss - settings.entropy_coef * entropy
 
-    if settings.kl_in == "loss":
+    if settings.kl_in_loss:
         if ref_logits is not None:
             kl = losses.exact_kl(logits, ref_logits, settings.temperature)
         else:
             kl = losses.token_kl_loss(logprobs, tokens.logprobs, tokens.ref_logprobs, settings.kl_estimator)
-        loss = loss + kl_coef * kl
+        loss = loss + kl_loss_coef * kl
 
     metrics = {
         "loss/policy_avg": surrogate,
@@ -214,11 +214,6 @@ class ModelRunner:
         """True if the policy's layers and the log-probs run compiled."""
         return compiled.is_enabled(self.policy)
 
-    @property
-    def exact_kl_in_loss(self) -> bool:
-        """True if the loss needs the reference's logits."""
-        return self.settings.kl_in == "loss" and self.settings.kl_estimator == "full"
-
     def forward(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Return logprobs, ref_logprobs, kl and any values of the response tokens, (N,) each."""
         values = {}
@@ -261,7 +256,7 @@ class ModelRunner:
         self,
         tokens: TokenBatch,
         micro_batch: MicroBatch,
-        kl_coef: float,
+        kl_loss_coef: float,
         scale: float,
         *,
         train_policy: bool,
@@ -280,7 +275,7 @@ class ModelRunner:
             hidden = forward.response_hidden_states(self.policy, micro_batch)
         leaf = hidden.detach().requires_grad_(train_policy)  # collects the gradients of the chunks
         ref_hidden = None
-        if self.exact_kl_in_loss:
+        if self.settings.exact_kl_in_loss:
             with torch.no_grad(), self._autocast():
                 ref_hidden = forward.response_hidden_states(self.ref, micro_batch)
 
@@ -289,7 +284,7 @@ class ModelRunner:
         for part in self.logit_chunks(len(leaf)):
             ref_part = None if ref_hidden is None else ref_hidden[part]
             with torch.set_grad_enabled(train_policy):
-                loss, metrics = self._policy_loss_of_chunk(tokens[part], leaf[part], ref_part, kl_coef)
+                loss, metrics = self._policy_loss_of_chunk(tokens[part], leaf[part], ref_part, kl_loss_coef)
             if train_policy:
                 (loss.sum() * scale).backward()
             chunk_losses.append(loss.detach())
@@ -308,7 +303,7 @@ class ModelRunner:
         tokens: TokenBatch,
         hidden: Tensor,
         ref_hidden: Tensor | None,
-        kl_coef: float,
+        kl_loss_coef: float,
     ) -> tuple[Tensor, TokenMetrics]:
         """Return the policy's loss and metrics, (n,) each, from the hidden states (n, H) of some tokens."""
         with self._autocast():
@@ -317,7 +312,7 @@ class ModelRunner:
         if ref_hidden is not None:
             with torch.no_grad(), self._autocast():
                 ref_logits = forward.lm_head_logits(self.ref, ref_hidden)
-        return policy_loss_and_metrics(tokens, logits, ref_logits, kl_coef, self.settings, fused=self.compiled)
+        return policy_loss_and_metrics(tokens, logits, ref_logits, kl_loss_coef, self.settings, fused=self.compiled)
 
     def _backward_value(
         self,

@@ -63,6 +63,11 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: floa
     return torch.where(mask, white if shift_mean else white + mean, 0)
 
 
+def whitening_scale(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> float:
+    """Return sqrt(var + eps) over the mask, by which `masked_whiten` divides."""
+    return float((masked_var(x, mask) + eps).sqrt())
+
+
 # KL(pi || ref) of a token sampled from pi, from r = log ref - log pi alone, (...) -> (...) (Schulman 2020,
 # "Approximating KL divergence").
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {

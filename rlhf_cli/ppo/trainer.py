@@ -20,7 +20,7 @@ from rlhf_cli.models import devices, forward, lora, sharding
 from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import engine_check, losses, monitor
-from rlhf_cli.ppo.experience import Experience, Minibatch, Stats, estimate_advantages
+from rlhf_cli.ppo.experience import Experience, Minibatch, Stats, estimate_advantages, kl_loss_coef
 from rlhf_cli.ppo.forward_backward import (
     MinibatchStats,
     StepResult,
@@ -219,7 +219,7 @@ class PPOTrainer:
 
         score_result = self._compute_scores(rollout, scores)
         token_rewards = self._token_rewards(rollout, score_result, outputs["kl"])
-        advantages, returns = estimate_advantages(rollout, token_rewards, outputs.get("values"), self.settings)
+        advantages, returns, scale = estimate_advantages(rollout, token_rewards, outputs.get("values"), self.settings)
 
         experience = Experience(
             rollout,
@@ -227,6 +227,7 @@ class PPOTrainer:
             packed=self.model_runner.packed,
             score_result=score_result,
             kl_coef=self.kl_coef,
+            kl_loss_coef=kl_loss_coef(self.kl_coef, scale, self.settings),
             rewards=token_rewards,
             advantages=advantages,
             returns=returns,
@@ -276,9 +277,9 @@ class PPOTrainer:
         return ScoreResult(raw, ensembles, summed, moments, final)
 
     def _token_rewards(self, rollout: Rollout, scores: ScoreResult, kl: Tensor) -> Tensor:
-        """Return the rewards (B, R): the score at the last token, less the KL penalty with kl_in reward."""
+        """Return the rewards (B, R): the score at the last token, less the KL penalty unless kl_in is loss."""
         mask = rollout.response_mask
-        coef = self.kl_coef if self.settings.kl_in == "reward" else 0.0
+        coef = self.kl_coef if self.settings.kl_in_reward else 0.0
         rewards = losses.compute_token_rewards(scores.final, coef * kl, mask)
         if self.settings.whiten_rewards:
             rewards = losses.masked_whiten(rewards, mask, shift_mean=False)
@@ -330,7 +331,7 @@ class PPOTrainer:
         stats = {
             "episode": self.updates * num_episodes,
             "policy/epochs": num_epochs,
-            **experience.metrics(kl_in_reward=settings.kl_in == "reward"),
+            **experience.metrics(kl_in_reward=settings.kl_in_reward),
             **mean_over_steps(steps),
             **learning_rates,
         }
@@ -347,7 +348,7 @@ class PPOTrainer:
     def _train_epochs(self, experience: Experience) -> tuple[list[StepResult], int]:
         """Train until the last epoch or early_stopping; return each step's result, and the number of epochs."""
         settings = self.settings
-        needs_ref = self.model_runner.exact_kl_in_loss
+        needs_ref = settings.exact_kl_in_loss
         minibatches = experience.minibatches
         steps: list[StepResult] = []
         self.engine_is_current = False
@@ -384,7 +385,7 @@ class PPOTrainer:
                 result = runner.backward(
                     tokens,
                     micro_batch,
-                    experience.kl_coef,
+                    experience.kl_loss_coef,
                     scale=1 / num_tokens if is_real else 0.0,  # padding takes part in the collectives only
                     train_policy=self._trains_policy,
                 )

@@ -117,6 +117,9 @@ full in the reward: {kl_estimator: full, kl_coef: 0.2}
 k2 in the loss: {kl_in: loss, kl_estimator: k2, kl_coef: 0.2}
 k3 in the loss: {kl_in: loss, kl_estimator: k3, kl_coef: 0.2}
 full in the loss: {kl_in: loss, kl_estimator: full, kl_coef: 0.2}
+full in both: {kl_in: both, kl_estimator: full, kl_coef: 0.2, steps: 2}
+full in both, advantages as they are: {kl_in: both, kl_estimator: full, kl_coef: 0.2, advantage_norm: none}
+full in both, leave one out: {kl_in: both, kl_estimator: full, advantage: rloo, num_samples_per_prompt: 2}
 a controlled coefficient: {adap_kl_ctrl: true, target: 3.0, horizon: 50, kl_coef: 0.2, steps: 2}
 a controlled coefficient in the loss:
   {adap_kl_ctrl: true, target: 3.0, horizon: 50, kl_coef: 0.2, steps: 2, kl_in: loss, kl_estimator: k2}

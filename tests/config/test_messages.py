@@ -46,8 +46,8 @@ kl_coef: .inf | C06 ppo.kl_coef: must be a finite number >= 0, got inf
 kl_coef: 1e999 | C06 ppo.kl_coef: must be a finite number >= 0, got inf
 kl_coef: -1 | C06 ppo.kl_coef: must be >= 0, got -1
 kl_coef: true | C06 ppo.kl_coef: expected a number >= 0, got true
-kl_in: rewards | C07 ppo.kl_in: "rewards" is not one of reward, loss | did you mean reward?
-kl_in: 3 | C07 ppo.kl_in: 3 is not one of reward, loss
+kl_in: rewards | C07 ppo.kl_in: "rewards" is not one of reward, loss, both | did you mean reward?
+kl_in: 3 | C07 ppo.kl_in: 3 is not one of reward, loss, both
 micro_batch_tokens: aut | C07 ppo.micro_batch_tokens: "aut" is not one of auto, a whole number | did you mean auto?
 micro_batch_tokens: true | C06 ppo.micro_batch_tokens: expected a whole number >= 1 or auto, got true
 response_length: [3] | C05 ppo.response_length: expected a whole number >= 1 or keys and values, got a list
@@ -67,6 +67,8 @@ lr_scheduler_type: constant, warmup_steps: 1 | C17 ppo: warmup_steps has no effe
 lr_scheduler_type: constant, warmup_ratio: 0.1 | C17 ppo: warmup_ratio has no effect with ... constant | set const...
 lr_scheduler_type: constant, value_warmup_steps: 3 | C17 ppo: value_warmup_steps has no effect with ... | set ...
 kl_in: loss | C17 ppo: kl_estimator k1 in the loss does not have the gradient ... | set kl_estimator: full, k2 or k3
+kl_in: both | C17 ppo: kl_in both with kl_estimator k1 would count the KL of a token twice | set kl_estimator: full
+kl_in: both, kl_estimator: full, whiten_rewards: true | C17 ppo: kl_in both ... whiten_rewards, ... | remove it
 fsdp: true, average: 0.9 | C17 ppo: fsdp cannot be combined with average, ... | remove one of them
 fp16: true | C17 PPO cannot train in fp16: ... | set bf16: true
 adap_kl_ctrl: true, kl_coef: 0.0 | C17 ppo: adap_kl_ctrl multiplies kl_coef, which is 0 | set kl_coef: 0.2, ...

@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"packing": False, "whiten_rewards": True},
     "more minibatches than a rank has rows": {"num_mini_batches": 8},
     "kl in the loss": {"kl_in": "loss", "kl_estimator": "full", "entropy_coef": 0.01},
+    "kl in both": {"kl_in": "both", "kl_estimator": "full"},
     "scaled scores, adaptive coefficient": {
         "use_score_scaling": True, "use_score_norm": True, "score_clip": 1.0, "adap_kl_ctrl": True, "horizon": 100,
     },

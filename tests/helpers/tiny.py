@@ -135,13 +135,13 @@ def one_step(**changes):
 
 
 def experience(rows: Rollout, kl_coef: float = 0.05, **fields: torch.Tensor) -> Experience:
-    """An Experience with these (B, R) tensors; the others are 0, in float64."""
+    """An Experience with these (B, R) tensors; the others are 0, in float64. `kl_coef` is that in the loss, too."""
     zeros = torch.zeros(rows.response_mask.shape, dtype=torch.float64)
     names = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
     tensors = {name: fields.get(name, zeros) for name in names}
     scores = torch.zeros(len(rows))
     scored = ScoreResult({}, {}, scores, RunningMeanStd(), scores)
-    return Experience(rows, ((torch.arange(len(rows)),),), False, scored, kl_coef, **tensors)
+    return Experience(rows, ((torch.arange(len(rows)),),), False, scored, kl_coef, kl_coef, **tensors)
 
 
 def gradient(ours: PPOTrainer, experience: Experience) -> torch.Tensor:

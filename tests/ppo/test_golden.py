@@ -113,7 +113,7 @@ def test_the_whole_loss_of_each_micro_batch(steps, epoch, micro):
         tokens = experience.token_batch(rollout.micro_batch(torch.arange(len(mask))))
         if kind == "policy":
             logits = two_token_logits(step["new_logprobs"][mask], temperature)
-            loss, metrics = policy_loss_and_metrics(tokens, logits, None, experience.kl_coef, settings)
+            loss, metrics = policy_loss_and_metrics(tokens, logits, None, experience.kl_loss_coef, settings)
             torch.testing.assert_close(metrics["val/ratio"], step["ratio"][mask], rtol=1e-4, atol=1e-5)
         else:
             loss, metrics = value_loss_and_metrics(tokens, step["vpred"][mask], settings)

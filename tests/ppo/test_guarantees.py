@@ -9,6 +9,7 @@ import torch
 from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.experience import estimate_advantages, kl_loss_coef
 from rlhf_cli.ppo.forward_backward import policy_loss_and_metrics
 from rlhf_cli.rewards.model import ModelReward
 
@@ -52,6 +53,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
         {"head": True},
         {"head": True, "gradient_checkpointing": True, "micro_batch_tokens": 16},
         {"kl_in": "loss", "kl_estimator": "full"},
+        {"kl_in": "both", "kl_estimator": "full"},
         {"kl_in": "loss", "kl_estimator": "k2"},
         {"kl_in": "loss", "kl_estimator": "k3", "num_mini_batches": 4},
         {"num_shared_layers": 1},
@@ -183,7 +185,7 @@ def expected_gradient(experience, sampled, ref_logits=None, temperature=1.0, **c
     settings = PPOSettings(total_episodes=64, temperature=temperature, **changes)
     logits = (temperature * PI.log()).requires_grad_(True)
     tokens = experience.token_batch(EACH.micro_batch(torch.arange(3)))
-    loss, _ = policy_loss_and_metrics(tokens, logits.expand(3, 3), ref_logits, experience.kl_coef, settings)
+    loss, _ = policy_loss_and_metrics(tokens, logits.expand(3, 3), ref_logits, experience.kl_loss_coef, settings)
     return torch.autograd.grad((sampled * loss).sum(), logits)[0].tolist()
 
 
@@ -212,6 +214,48 @@ def test_kl_in_the_loss_through_the_whole_chain(kind, sampled, temperature):
     ref_logits = (temperature * REF.log()).expand(3, 3) if kind == "full" else None
     found = expected_gradient(experience, sampled, ref_logits, temperature, kl_in="loss", kl_estimator=kind)
     assert found == pytest.approx([0.5 * slope / temperature for slope in SLOPE], abs=1e-9)
+
+
+PAIRS = Rollout.from_lists([[1]] * 9, [[first, second] for first in range(3) for second in range(3)])
+
+
+@pytest.mark.parametrize("norm", ["batch", "none"])
+@pytest.mark.parametrize("kl_in,exact", [("both", True), ("loss", False)])
+def test_only_both_has_the_gradient_of_the_kl_of_whole_responses(kl_in, exact, norm):
+    """Two tokens, all nine responses: score - kl_coef x KL. The loss alone ignores where a token leads."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 3, generator=draw).double().requires_grad_()  # of the first token, and after each
+    ref_logp = torch.randn(4, 3, generator=draw).double().log_softmax(-1)
+    scores, values = torch.randn(9, generator=draw).double(), torch.randn(3, generator=draw).double()
+    settings = PPOSettings(
+        total_episodes=64, temperature=1.0, kl_coef=0.4, lam=1.0, kl_in=kl_in, kl_estimator="full", advantage_norm=norm
+    )
+
+    logp, ids = logits.log_softmax(-1), PAIRS.ids[:, 1:]
+    states = torch.stack([torch.zeros(9, dtype=torch.int64), 1 + ids[:, 0]], 1)  # rows of `logits`, (9, 2)
+    logprobs, ref_logprobs = (
+        logp[states].gather(-1, ids[..., None])[..., 0],
+        ref_logp[states].gather(-1, ids[..., None])[..., 0],
+    )
+    probability = logprobs.sum(1).exp()
+    objective = (probability * (scores - 0.4 * (logprobs - ref_logprobs).sum(1))).sum()
+    (wanted,) = torch.autograd.grad(-objective, logits, retain_graph=True)
+
+    with torch.no_grad():
+        kl = losses.exact_kl(logits[states], ref_logp[states], 1.0)
+        coef = settings.kl_coef if settings.kl_in_reward else 0.0
+        rewards = losses.compute_token_rewards(scores, coef * kl, PAIRS.response_mask)
+        values = torch.stack([values[:1].expand(9), values[ids[:, 0]]], 1)
+        advantages, _, scale = estimate_advantages(PAIRS, rewards, values, settings)
+    experience = tiny.experience(PAIRS, logprobs=logprobs.detach(), advantages=advantages)
+    tokens = experience.token_batch(PAIRS.micro_batch(torch.arange(9)))
+    coef = kl_loss_coef(settings.kl_coef, scale, settings)
+    loss, _ = policy_loss_and_metrics(
+        tokens, logits[states].flatten(0, 1), ref_logp[states].flatten(0, 1), coef, settings
+    )
+    expected = (probability.detach() * loss.view(9, 2).sum(1)).sum()
+    (found,) = torch.autograd.grad(expected, logits)
+    assert torch.allclose(scale * found, wanted, atol=1e-9) is exact
 
 
 # 5. What is frozen.

@@ -329,8 +329,8 @@ def test_a_value_model_has_the_estimator_of_its_setting(monkeypatch):
     monkeypatch.setitem(losses.VALUE_ADVANTAGES, "own", lambda rewards, values, *_: (rewards + 1, values))
     rewards, values = torch.rand(4, 5), torch.rand(4, 5)
     settings = tiny.settings(advantage_norm="none").model_copy(update={"advantage": "own"})
-    advantages, returns = estimate_advantages(tiny.rollout(), rewards, values, settings)
-    assert torch.equal(advantages, rewards + 1) and torch.equal(returns, values)
+    advantages, returns, scale = estimate_advantages(tiny.rollout(), rewards, values, settings)
+    assert torch.equal(advantages, rewards + 1) and torch.equal(returns, values) and scale == 1.0
 
 
 GROUPS = pytest.mark.parametrize("estimator", losses.GROUP_ADVANTAGES)

@@ -1,5 +1,6 @@
 """Everything computed before the optimizer steps: KL, rewards, advantages and returns of the response tokens."""
 
+import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -23,6 +24,7 @@ class Experience:
     rewards: list[Tensor]
     advantages: list[Tensor]
     returns: list[Tensor]  # empty without a value model
+    scale: float  # that the advantages were divided by
 
 
 @torch.no_grad()
@@ -52,9 +54,11 @@ def make_experience(state: State) -> Experience:
         values = [response_values(state, row) for row in state.rows]
         advantages = [gae(rewards[row], values[row], settings.gamma, settings.lam) for row in state.rows]
         returns = [advantages[row] + values[row] for row in state.rows]
+    scale = 1.0
     if settings.advantage_norm == "batch":
+        scale = math.sqrt(torch.cat(advantages).var() + 1e-8)
         advantages = whitened(advantages, keep_mean=False)
-    return Experience(logprobs, ref_logprobs, kl, values, scores, rewards, advantages, returns)
+    return Experience(logprobs, ref_logprobs, kl, values, scores, rewards, advantages, returns, scale)
 
 
 def token_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
@@ -77,7 +81,7 @@ def token_rewards(state: State, kl: Tensor, score: float) -> Tensor:
 
     With kl_in loss the reward has no KL term.
     """
-    coefficient = state.kl_coef if state.settings.kl_in == "reward" else 0.0
+    coefficient = 0.0 if state.settings.kl_in == "loss" else state.kl_coef
     rewards = -coefficient * kl
     rewards[-1] += score
     return rewards

@@ -25,6 +25,8 @@ def row_losses(state: State, experience: Experience, row: int) -> tuple[Tensor, 
     policy_loss = surrogate - settings.entropy_coef * entropy
     if settings.kl_in == "loss":
         policy_loss = policy_loss + state.kl_coef * kl_loss(state, experience, row, logp)
+    if settings.kl_in == "both":  # in the unit of the advantages, as the KL of later tokens in them
+        policy_loss = policy_loss + state.kl_coef / experience.scale * kl_loss(state, experience, row, logp)
 
     loss = policy_loss if state.policy_is_trained else torch.zeros_like(policy_loss)
     metrics = {
@@ -95,7 +97,7 @@ def value_error(settings: PPOSettings, values: Tensor, old: Tensor, target: Tens
 
 
 def kl_loss(state: State, experience: Experience, row: int, logp: Tensor) -> Tensor:
-    """Return the KL penalty of kl_in loss: exact for `full`; else k2 or k3, times the detached importance ratio.
+    """Return the KL penalty in the loss: exact for `full`; else k2 or k3, times the detached importance ratio.
 
     k3 has k2's gradient: grad k2 = (log pi - log ref) grad log pi is the KL's gradient at a sampled token.
     """

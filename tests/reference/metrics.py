@@ -17,7 +17,7 @@ def update_metrics(state: State, experience: Experience, steps: list[Step], epoc
     num_rows = len(state.rows)
     kl = mean_sum(experience.kl)
     score = fmean(experience.scores.final)
-    penalty = -state.kl_coef * kl if state.settings.kl_in == "reward" else 0.0
+    penalty = 0.0 if state.settings.kl_in == "loss" else -state.kl_coef * kl
     entropy = -mean_sum(experience.logprobs)
     num_ended = sum(state.ended(row) for row in state.rows)
     lengths = [len(response) for response in state.responses]

@@ -85,7 +85,7 @@ class Snapshots:
             hub.push_best(self.path(self.best_step), repo, text)
 
     def _objective(self, stats: Stats, experience: Experience) -> float:
-        """Return PPO's objective, for both values of kl_in, in units that are the same for all updates.
+        """Return PPO's objective, for any kl_in, in units that are the same for all updates.
 
         The coefficient and the score deviation of an update differ between updates: the initial kl_coef counts, and
         the scores before scaling.

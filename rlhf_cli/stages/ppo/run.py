@@ -140,7 +140,7 @@ def _measure_final_policy(config: PPOConfig, components: setup.PPOComponents) ->
     prompts = Prompts.of(components.prompts[: config.ppo.episodes_per_update])
     rollout = trainer.generate(prompts, purpose="headline")  # its name is part of the seed
     experience = trainer.make_experience(rollout)
-    metrics = experience.metrics(kl_in_reward=config.ppo.kl_in == "reward")
+    metrics = experience.metrics(kl_in_reward=config.ppo.kl_in_reward)
     return {name: metrics[name] for name in FINAL_METRICS}
 
 
