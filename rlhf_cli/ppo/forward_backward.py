@@ -61,7 +61,8 @@ def policy_loss_and_metrics(
     """Return the policy's loss (N,), with gradient, and metrics from its logits (N, V).
 
     loss = weight * surrogate - entropy_coef * entropy, plus kl_loss_coef * KL unless kl_in is reward. The weights are
-    those of rollout_correction. `ref_logits` (N, V): for kl_estimator full. `fused`: log-probs by `fused_logprobs_and_entropy`.
+    those of rollout_correction. `ref_logits` (N, V): for kl_estimator full. `fused`: log-probs by
+    `fused_logprobs_and_entropy`.
     """
     if fused:
         logprobs, entropy = fused_logprobs_and_entropy(logits, tokens.ids, settings.temperature)
