@@ -47,9 +47,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "trl": {"kl_coef": 0.05},
     "frontier": {  # exact gradient of a high KL penalty, a fast value model, averaged weights
         "total_episodes": 2 * EPISODES,
-        "kl_in": "loss",
+        "kl_in": "both",
         "kl_estimator": "full",
-        "kl_coef": 0.5,
+        "kl_coef": 0.33,
         "lam": 0.8,
         "value_learning_rate": 5e-4,
         "cliprange_value": 1.0,

@@ -539,9 +539,9 @@ RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
     },
     # The most reward at a KL: its exact gradient at a high price, a value model that learns fast, averaged weights.
     "frontier": {
-        "kl_in": ("loss", _OURS),
+        "kl_in": ("both", _OURS),
         "kl_estimator": ("full", _OURS),
-        "kl_coef": (0.25, f"{_OURS}; 0.5 on scores that are not normalised, of a deviation of 2"),
+        "kl_coef": (0.15, f"{_OURS}; 0.33 on scores that are not normalised, of a deviation of 2"),
         "lam": (0.8, _OURS),
         "cliprange_value": (0.5, _OURS),
         "value_learning_rate": (TimesLearningRate(5), _OURS),

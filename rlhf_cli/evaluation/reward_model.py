@@ -48,7 +48,10 @@ FIXED_LIMITS = {"over_long": 0.5, "swapped_prompt": 0.25}
 
 @dataclass(frozen=True)
 class ScoredPair:
-    """Raw scores of an evaluation pair, the answers' lengths in tokens including the end token, and the prompt."""
+    """Raw scores of an evaluation pair, the answers' lengths in tokens including the end token, and the prompt.
+
+    If all pairs have one prompt, `prompt` is what tells them apart instead: their answers.
+    """
 
     chosen: float
     rejected: float

@@ -155,7 +155,7 @@ def test_learning(shared, tmp_path, monkeypatch):
 
 def test_the_recipes_differ_as_they_say():
     default, trl, frontier = (learning.ppo_settings(name, []) for name in ("default", "trl", "frontier"))
-    assert default == trl and (frontier.kl_in, frontier.num_updates()) == ("loss", 2 * default.num_updates())
+    assert default == trl and (frontier.kl_in, frontier.num_updates()) == ("both", 2 * default.num_updates())
     assert learning.ppo_settings("frontier", ["kl_coef=0.3"]).kl_coef == 0.3
 
 

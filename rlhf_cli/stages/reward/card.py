@@ -1,6 +1,6 @@
 """Report card of a reward model, on held-out pairs and probes, and the trainer's metrics of the saved files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -107,13 +107,23 @@ def _without_trend(
 def scored_pairs(rows: PairRows, chosen: Sequence[float], rejected: Sequence[float]) -> list[ScoredPair]:
     """Return the pairs with their raw scores, as the report card reads them."""
     pairs = []
-    for row, chosen_score, rejected_score in zip(rows, chosen, rejected, strict=True):
+    for row, unit, chosen_score, rejected_score in zip(rows, _units(rows), chosen, rejected, strict=True):
         start = len(row["prompt_ids"])
         chosen_length = len(row["chosen_ids"]) - start
         rejected_length = len(row["rejected_ids"]) - start
-        prompt = tuple(row["prompt_ids"])
-        pairs.append(ScoredPair(chosen_score, rejected_score, chosen_length, rejected_length, prompt))
+        pairs.append(ScoredPair(chosen_score, rejected_score, chosen_length, rejected_length, unit))
     return pairs
+
+
+def _units(rows: PairRows) -> list[Hashable]:
+    """Return what was drawn for each pair: its prompt, or its two answers if all pairs have one prompt.
+
+    Plain texts have a fixed prompt, such as "review:": what differs between the pairs is their answers.
+    """
+    prompts: list[Hashable] = [tuple(row["prompt_ids"]) for row in rows]
+    if len(set(prompts)) > 1:
+        return prompts
+    return [frozenset([tuple(row["chosen_ids"]), tuple(row["rejected_ids"])]) for row in rows]
 
 
 def label_errors(rows: PairRows) -> LabelErrors | None:

@@ -14,10 +14,12 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data, jsonl
+from rlhf_cli.evaluation.reward_model import make_card
 from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.models import tokenizers
-from rlhf_cli.runs.report import HEADLINE
+from rlhf_cli.runs.report import HEADLINE, Adversarial
 from rlhf_cli.stages.reward import card as card_module
+from rlhf_cli.statistics import wilson
 from tests.conftest import THINGS, WORDS, World
 
 pytestmark = pytest.mark.full
@@ -125,6 +127,26 @@ def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, mon
     assert card["adversarial"]["probes"].keys() == PROBE_LABELS.keys()
     assert result.stdout.startswith("reward model: accuracy ") and "beaten by an empty answer" in result.stdout
     assert max(longest) == 128, "probes are cut to the model's context"
+
+
+def test_pairs_that_all_have_one_prompt_count_one_by_one() -> None:
+    """After a fixed prompt the answers are what was drawn; a pair that was labelled twice is still one."""
+    answers = [([1, 5, number], [1, 6, number]) for number in range(7, 47)]
+
+    def interval(prompts: list[list[int]], answers: list[tuple[list[int], list[int]]]) -> list[float]:
+        rows = [
+            {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+            for prompt, (chosen, rejected) in zip(prompts, answers, strict=True)
+        ]
+        margins = [-1.0 if number % 4 == 0 else 1.0 for number in range(len(rows))]
+        pairs = card_module.scored_pairs(rows, margins, [0.0] * len(rows))
+        return make_card(pairs, Adversarial(n=1, probes={})).accuracy_ci95
+
+    one = [[1]] * 40
+    assert interval(one, answers) == pytest.approx(wilson(30, 40)) == interval([[1, k] for k in range(40)], answers)
+    repeated = [*answers[:20], *((rejected, chosen) for chosen, rejected in answers[:20])]
+    assert interval(one, repeated) == interval([[1, k % 20] for k in range(40)], answers)
+    assert interval(one, repeated)[0] < wilson(30, 40)[0] - 0.02
 
 
 def test_length_debiasing_removes_a_planted_bias(world: World, tmp_path: Path, wordy_sft: Path) -> None:
