@@ -252,20 +252,6 @@ class ObjectiveSettings(Section):
     target_kl: PositiveFloat = 1.0
     ratio_threshold: AboveOne | None = 10.0
 
-    def _check_kl_in_both(self) -> None:
-        """Raise ValueError if the KL in the reward and that in the loss would not be one penalty."""
-        if self.kl_estimator != "full":
-            text = f"kl_in both with kl_estimator {self.kl_estimator} would count the KL of a token twice"
-            raise invalid(text, "set kl_estimator: full")
-        if self.advantage == "grpo":
-            raise invalid(
-                "kl_in both does not work with grpo, which scales the reward of each group", "set kl_in: loss"
-            )
-        if self.whiten_rewards:
-            raise invalid(
-                "kl_in both does not work with whiten_rewards, which scales the KL in the reward", "remove it"
-            )
-
     @property
     def kl_in_reward(self) -> bool:
         """True if the token rewards have the KL penalty."""
@@ -297,6 +283,18 @@ class ObjectiveSettings(Section):
             text = "adap_kl_ctrl multiplies kl_coef, which is 0"
             raise invalid(text, "set kl_coef: 0.2, the default of TRL's controller")
         return self
+
+    def _check_kl_in_both(self) -> None:
+        """Raise ValueError if the KL in the reward and that in the loss would not be one penalty."""
+        if self.kl_estimator != "full":
+            text = f"kl_in both with kl_estimator {self.kl_estimator} would count the KL of a token twice"
+            raise invalid(text, "set kl_estimator: full")
+        if self.advantage == "grpo":
+            text = "kl_in both does not work with advantage grpo, which scales the reward of each group"
+            raise invalid(text, "set kl_in: loss")
+        if self.whiten_rewards:
+            text = "kl_in both does not work with whiten_rewards, which scales the KL in the reward"
+            raise invalid(text, "remove it")
 
 
 SCHEDULERS = Literal[

@@ -69,6 +69,7 @@ lr_scheduler_type: constant, value_warmup_steps: 3 | C17 ppo: value_warmup_steps
 kl_in: loss | C17 ppo: kl_estimator k1 in the loss does not have the gradient ... | set kl_estimator: full, k2 or k3
 kl_in: both | C17 ppo: kl_in both with kl_estimator k1 would count the KL of a token twice | set kl_estimator: full
 kl_in: both, kl_estimator: full, whiten_rewards: true | C17 ppo: kl_in both ... whiten_rewards, ... | remove it
+kl_in: both, kl_estimator: full, advantage: grpo, num_samples_per_prompt: 2 | C17 ppo: kl_in both ... | set kl_in: loss
 fsdp: true, average: 0.9 | C17 ppo: fsdp cannot be combined with average, ... | remove one of them
 fp16: true | C17 PPO cannot train in fp16: ... | set bf16: true
 adap_kl_ctrl: true, kl_coef: 0.0 | C17 ppo: adap_kl_ctrl multiplies kl_coef, which is 0 | set kl_coef: 0.2, ...
