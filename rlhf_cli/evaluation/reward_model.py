@@ -196,7 +196,7 @@ def length_correlation(pairs: Sequence[ScoredPair]) -> tuple[float, tuple[float,
     Ranks, because the reward need not be linear in the length and one very long answer must not dominate. The interval
     is Student's on Fisher's z scale; the variance is that of the influence of each prompt (Croux and Dehon 2010,
     Statistical Methods and Applications 19, 497-515; its answers depend on one another). 0 with an interval of width 0
-    if all lengths, or all scores, are equal; from -1 to 1 if there is one prompt.
+    if all lengths, or all scores, are equal; from -1 to 1 if `prompt` is the same for all.
     """
     raw_scores: list[float] = []
     raw_lengths: list[float] = []

@@ -53,19 +53,22 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
     return squares / (n - 1).clamp(min=1) if unbiased else squares / n
 
 
-def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """Return (x - mean) / sqrt(var + eps) over the mask, 0 elsewhere; `shift_mean=False` adds the mean back.
+WHITENING_EPS = 1e-8  # added to the variance
+
+
+def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """Return (x - mean) / sqrt(var + WHITENING_EPS) over the mask, 0 elsewhere; `shift_mean=False` adds the mean back.
 
     `whiten` of lm-human-preferences (Ziegler et al. 2019), with TRL's unbiased variance in place of the biased one.
     """
     mean = masked_mean(x, mask)
-    white = (x - mean) * torch.rsqrt(masked_var(x, mask) + eps)
+    white = (x - mean) * torch.rsqrt(masked_var(x, mask) + WHITENING_EPS)
     return torch.where(mask, white if shift_mean else white + mean, 0)
 
 
-def whitening_scale(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> float:
-    """Return sqrt(var + eps) over the mask, by which `masked_whiten` divides."""
-    return float((masked_var(x, mask) + eps).sqrt())
+def whitening_scale(x: Tensor, mask: Tensor) -> float:
+    """Return sqrt(var + WHITENING_EPS) over the mask, by which `masked_whiten` divides."""
+    return float((masked_var(x, mask) + WHITENING_EPS).sqrt())
 
 
 # KL(pi || ref) of a token sampled from pi, from r = log ref - log pi alone, (...) -> (...) (Schulman 2020,

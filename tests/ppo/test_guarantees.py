@@ -226,35 +226,36 @@ def test_only_both_has_the_gradient_of_the_kl_of_whole_responses(kl_in, exact, n
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 3, generator=draw).double().requires_grad_()  # of the first token, and after each
     ref_logp = torch.randn(4, 3, generator=draw).double().log_softmax(-1)
-    scores, values = torch.randn(9, generator=draw).double(), torch.randn(3, generator=draw).double()
+    scores = torch.randn(9, generator=draw).double()
+    values = torch.randn(4, generator=draw).double()
     settings = PPOSettings(
         total_episodes=64, temperature=1.0, kl_coef=0.4, lam=1.0, kl_in=kl_in, kl_estimator="full", advantage_norm=norm
     )
 
-    logp, ids = logits.log_softmax(-1), PAIRS.ids[:, 1:]
+    ids = PAIRS.ids[:, 1:]
     states = torch.stack([torch.zeros(9, dtype=torch.int64), 1 + ids[:, 0]], 1)  # rows of `logits`, (9, 2)
-    logprobs, ref_logprobs = (
-        logp[states].gather(-1, ids[..., None])[..., 0],
-        ref_logp[states].gather(-1, ids[..., None])[..., 0],
-    )
+    row_logits = logits[states]
+    row_ref_logp = ref_logp[states]
+    logprobs = losses.token_logprobs(row_logits, ids, 1.0)
+    ref_logprobs = losses.gather_logprobs(row_ref_logp, ids)
+
     probability = logprobs.sum(1).exp()
-    objective = (probability * (scores - 0.4 * (logprobs - ref_logprobs).sum(1))).sum()
+    kl_of_response = (logprobs - ref_logprobs).sum(1)
+    objective = (probability * (scores - settings.kl_coef * kl_of_response)).sum()
     (wanted,) = torch.autograd.grad(-objective, logits, retain_graph=True)
 
     with torch.no_grad():
-        kl = losses.exact_kl(logits[states], ref_logp[states], 1.0)
-        coef = settings.kl_coef if settings.kl_in_reward else 0.0
-        rewards = losses.compute_token_rewards(scores, coef * kl, PAIRS.response_mask)
-        values = torch.stack([values[:1].expand(9), values[ids[:, 0]]], 1)
-        advantages, _, scale = estimate_advantages(PAIRS, rewards, values, settings)
+        kl = losses.exact_kl(row_logits, row_ref_logp, 1.0)
+        penalty = settings.kl_coef * kl if settings.kl_in_reward else torch.zeros_like(kl)
+        rewards = losses.compute_token_rewards(scores, penalty, PAIRS.response_mask)
+        advantages, _, scale = estimate_advantages(PAIRS, rewards, values[states], settings)
+
     experience = tiny.experience(PAIRS, logprobs=logprobs.detach(), advantages=advantages)
     tokens = experience.token_batch(PAIRS.micro_batch(torch.arange(9)))
     coef = kl_loss_coef(settings.kl_coef, scale, settings)
-    loss, _ = policy_loss_and_metrics(
-        tokens, logits[states].flatten(0, 1), ref_logp[states].flatten(0, 1), coef, settings
-    )
-    expected = (probability.detach() * loss.view(9, 2).sum(1)).sum()
-    (found,) = torch.autograd.grad(expected, logits)
+    loss, _ = policy_loss_and_metrics(tokens, row_logits.flatten(0, 1), row_ref_logp.flatten(0, 1), coef, settings)
+    loss_of_response = loss.view(9, 2).sum(1)
+    (found,) = torch.autograd.grad((probability.detach() * loss_of_response).sum(), logits)
     assert torch.allclose(scale * found, wanted, atol=1e-9) is exact
 
 
