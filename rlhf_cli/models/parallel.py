@@ -5,6 +5,7 @@ share of the forward and backward passes; gradients are all-reduced once per opt
 redundantly on each rank from the same numbers. A single process communicates nothing.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -257,6 +258,18 @@ def open_process_group() -> Iterator[ProcessGroup]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+            _end_threads_of_groups()
+
+
+def _end_threads_of_groups() -> None:
+    """Free the process groups that device meshes hold, whose threads then end; DTensor caches meshes for good.
+
+    A thread that is left when Python ends may abort the process (github.com/pytorch/pytorch/pull/179291).
+    """
+    gc.collect()  # sharded models hold groups, too
+    for value in gc.get_objects():
+        if type(value) is DeviceMesh:
+            vars(value).get("_pg_registry", {}).clear()  # torch 2.11 has none
 
 
 class ReplicatedModels:

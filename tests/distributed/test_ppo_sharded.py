@@ -66,6 +66,25 @@ def test_only_the_first_process_reads_weights_and_a_limit_restores_the_best_poli
     assert full == [f"{name} full" for name in names] and empty == [f"{name} empty" for name in names]
 
 
+@pytest.mark.parametrize("fsdp", ["true", '"hybrid"'])
+def test_no_thread_of_a_group_is_left_when_the_processes_end(sharded: Path, fsdp: str) -> None:
+    """One that is left may abort the process while Python ends."""
+    code = f"""
+import atexit, os
+
+def write():
+    with open({str(sharded / "threads")!r}, "a") as file:
+        file.write(f"{{len(os.listdir('/proc/self/task'))}}\\n")
+
+if "RANK" in os.environ:
+    atexit.register(write)
+"""
+    variables = {"PYTHONPATH": imported_at_start(sharded, TWO_MACHINES + code)}
+    words = command(sharded / "ppo.yaml", "-s", f"ppo.fsdp={fsdp}", "-s", "ppo.total_episodes=32", processes=4)
+    must_succeed(child(*words, "-s", "ppo.per_device_train_batch_size=1", **variables))
+    assert (sharded / "threads").read_text().split() == ["1"] * 4
+
+
 def plain_models(folder: Path) -> dict[str, torch.Tensor]:
     models = {"model": load.load_causal_lm(folder / "ppo/model")}
     if (folder / "ppo/value").exists():
