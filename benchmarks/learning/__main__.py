@@ -4,9 +4,9 @@
 
 Updates of 64 episodes with the 5.3 M-parameter models of the developers' shared folder, learning rate 1e-4 (constant),
 temperature 1, up to 64 tokens, 4 epochs; all other keys are those of the recipe, our defaults, or set by --set. About
-11 CPU minutes per seed and 3840 episodes, less on a GPU; an interrupted run resumes. The saved policies are evaluated
-on held-out prompts: OUT/heldout.jsonl has a line for each, of all recipes. TRL's curves are read from a file. To record
-another one, in a separate environment (see the head of trl_ppo.py):
+11 CPU minutes per seed and 3840 episodes, less on a GPU; an interrupted run resumes. Policies between SFT and the
+trained ones, and beyond them, are evaluated on held-out prompts: OUT/heldout.jsonl has a line for each, of all recipes.
+TRL's curves are read from a file. To record another one, in a separate environment (see the head of trl_ppo.py):
 
     python ../shared/bench/trl_ppo.py --lr 1e-4 --updates 60 --seed S --save > line.json
 
@@ -93,8 +93,8 @@ def main() -> int:
     ns = [n for n in BEST_OF if n <= args.samples]
     best_of = train.best_of_n(args.shared, args.out / "best_of_n.json", ns, args.samples, progress)
     ours = {seed: curves.ours(curves.read_lines(folder / "curve.jsonl")) for seed, folder in folders.items()}
-    result = report.compare(ours, trl) | {"settings": dumped, "best_of": best_of}
-    held_out = heldout.evaluate_runs(args.shared, args.out, args.recipe, folders, settings, progress)
+    result = report.compare(ours, trl, best_of) | {"settings": dumped}
+    held_out = heldout.evaluate_runs(args.shared, args.out, args.recipe, folders, progress)
     text = report.markdown(result) + "\n" + "\n".join(heldout.table(held_out)) + "\n"
     (out / "learning.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     (out / "learning.md").write_text(text, encoding="utf-8")

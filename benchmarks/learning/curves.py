@@ -46,6 +46,18 @@ def score_at(curve: Curve, kl: float, window: int = WINDOW) -> AtKL:
     return AtKL(points[-1][0], False)
 
 
+def gains(curve: Curve, sft_score: float, every: int = 20, window: int = 10) -> list[float]:
+    """Return (score - SFT's) / root of KL after every `every` updates, of the means of the last `window` of them.
+
+    The highest possible score rises about like the root of KL, so this compares policies at different KL.
+    """
+    result = []
+    for end in range(every, len(curve) + 1, every):
+        score, kl = (mean(values) for values in zip(*curve[end - window : end], strict=True))
+        result.append((score - sft_score) / math.sqrt(kl))
+    return result
+
+
 class Paired(NamedTuple):
     mean: float
     low: float

@@ -1,21 +1,24 @@
-"""Saved policies on held-out prompts: score, KL to SFT and a judge's win rate, a line each in OUT/heldout.jsonl.
+"""Policies between SFT and a trained one, and beyond it, on held-out prompts: score, KL to SFT, a judge's win rate.
 
-The score is the reward model's, less 1 where an answer does not end; the KL is that of the policy's own answers, in
-nats a response. The judge, TF-IDF and logistic regression on the film reviews, compares with SFT's answer to the same
-prompt from the same seed. An episode is an answer that the reward model scored in training. Lines with
-`weights` are of averaged weights, those with a `share` of policies between SFT (0) and the policy after these episodes
-(1), by interpolation.
+Of each seed, and of the mean of all seeds' weights: SFT + share * (policy - SFT), a line each in OUT/heldout.jsonl. The
+policy is the last one (`weights` is "policy") or the average of a run (`weights` is "average", ppo.average). The mean:
+Ramé et al. 2024 (WARP, arXiv 2406.16768, section 3.2, with the mean in place of SLERP). Shares above 1: Zheng et al.
+2024 (arXiv 2404.16792). The score is the reward model's, less 1 where an answer does not end; the KL is that of the
+policy's own answers, in nats a response. The judge, TF-IDF and logistic regression on the film reviews, compares with
+SFT's answer to the same prompt from the same seed.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from itertools import groupby
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,6 +27,7 @@ from benchmarks.speed.workload import Reference, prompts, sentences
 from rlhf_cli import statistics
 from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.evaluation.limit import crossing
 from rlhf_cli.models import interpolation
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
@@ -36,9 +40,8 @@ ROWS = 512 if train.DEVICE.type == "cuda" else 64  # of a batch
 TARGETS = {0.72: 1.0, 1.72: 3.0, 2.43: 5.0}  # score -> KL, in nats, at which a recipe should have reached it
 LIMIT = {0.72: 0.3, 1.72: 1.0, 2.43: 1.7}  # KL that SFT tilted by exp(score / beta) needs for it
 TRL = {0.72: 5, 1.72: 10, 2.43: 15}  # KL that TRL 1.12's PPO paid for it in training, mean of three seeds
-EPISODES = (3840, 7680)
-SHARES = tuple(percent / 100 for percent in (*range(20, 95, 5), *range(110, 160, 10)))  # 1 is the policy itself
 WIN_RATE, MAX_KL = 0.90, 10.0  # the judge's goal, and the KL within which it counts
+SHARES = (0.0, 0.3, 0.45, 0.6, 0.7, 0.85, 1.0, 1.25, 1.5, 1.75, 2.0)  # until the KL is above MAX_KL
 
 Line = dict[str, Any]
 
@@ -91,94 +94,83 @@ class Evaluator:
         return result | {"judge": statistics.win_rate(self.judge(texts), self.sft_scores)["value"]}
 
 
-def load_saved(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder).to(train.DEVICE).eval()
-
-
 evaluator = cache(Evaluator)
 
 
-def evaluate_runs(
-    shared: Path, out: Path, recipe: str, folders: Mapping[int, Path], settings: PPOSettings, progress: Callable
-) -> list[Line]:
-    """Evaluate the saved policies of each seed that OUT/heldout.jsonl does not have yet; return all its lines.
+def load_mean(places: Sequence[Path]) -> Any:
+    """Return a policy whose weights are the means of those of saved policies."""
+    policy, *others = (AutoModelForCausalLM.from_pretrained(place).to(train.DEVICE).eval() for place in places)
+    with torch.no_grad():
+        for weights in zip(policy.parameters(), *(other.parameters() for other in others), strict=True):
+            weights[0].copy_(torch.stack(weights).mean(0))
+    return policy
 
-    The last policies within EPISODES are interpolated towards SFT, too: the averaged ones of a recipe with averages.
-    """
-    path = out / "heldout.jsonl"
-    lines = curves.read_lines(path)
-    known = {_key(line) for line in lines}
-    for seed, folder in folders.items():
-        for place, point in _points(folder, settings):
-            key = {"recipe": recipe, "seed": seed} | point
-            if _key(key) in known:
-                continue
-            progress("held out: " + ", ".join(f"{name} {value}" for name, value in key.items()))
-            result = evaluator(shared).line(load_saved(place), point.get("share", 1.0))
-            lines.append(key | {name: round(value, 4) for name, value in result.items()})
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
+
+def evaluate_runs(shared: Path, out: Path, recipe: str, folders: Mapping[int, Path], progress: Callable) -> list[Line]:
+    """Evaluate what OUT/heldout.jsonl does not have yet, of each seed and of their mean; return all its lines."""
+    file = out / "heldout.jsonl"
+    lines = curves.read_lines(file)
+    known = {key_of(line): line for line in lines}
+    groups = [[seed] for seed in folders]
+    if len(folders) > 1:
+        groups.append(list(folders))
+
+    for weights, seeds in product(("policy", "average"), groups):
+        places = [folders[seed] / "trained" / weights for seed in seeds]
+        if not places[0].exists():
+            continue
+        for share in SHARES:
+            line: Line = {"recipe": recipe, "seeds": " ".join(map(str, seeds)), "weights": weights, "share": share}
+            if key_of(line) in known:
+                line = known[key_of(line)]
+            else:
+                progress(f"held out: {recipe}, seeds {line['seeds']}, {weights}, share {share:g}")
+                result = evaluator(shared).line(load_mean(places), share)
+                line |= {name: round(value, 4) for name, value in result.items()}
+                lines.append(line)
+                with file.open("a", encoding="utf-8") as output:
+                    output.write(json.dumps(line) + "\n")
+            if line["kl"] > MAX_KL:
+                break
     return lines
 
 
-def _points(folder: Path, settings: PPOSettings) -> Iterator[tuple[Path, Line]]:
-    """Yield (folder, {episodes}) of each saved policy; of its average with `weights`, of those to SFT with `share`."""
-    places = sorted(place for place in (folder / "points").iterdir() if place.name.isdigit())
-    episodes = [int(place.name) * settings.episodes_per_update for place in places]
-    ends = {max((count for count in episodes if count <= most), default=None) for most in EPISODES}
-    for count, place in zip(episodes, places, strict=True):
-        policy, point = place / "policy", {"episodes": count}
-        yield policy, point
-        if (place / "average").exists():
-            policy, point = place / "average", {**point, "weights": "average"}
-            yield policy, point
-        for share in SHARES if count in ends else ():
-            yield policy, {**point, "share": share}
+def key_of(line: Line) -> tuple[Any, ...]:
+    return tuple(line[name] for name in ("recipe", "seeds", "weights", "share"))
 
 
-def _key(line: Line) -> tuple[Any, ...]:
-    return tuple(line.get(name) for name in ("recipe", "seed", "episodes", "weights", "share"))
+def paths(lines: Sequence[Line]) -> dict[tuple[str, str, str], list[Line]]:
+    """Return the lines of each policy, from SFT on, by (recipe, weights, seeds)."""
+    result: dict[tuple[str, str, str], list[Line]] = {}
+    for line in sorted(lines, key=lambda line: line["share"]):
+        result.setdefault((line["recipe"], line["weights"], line["seeds"]), []).append(line)
+    return dict(sorted(result.items(), key=lambda item: (item[0][0], item[0][1] == "average", item[0][2])))
 
 
-def cheapest(lines: Iterable[Line], score: float, episodes: int) -> float | None:
-    """Return the lowest KL of a policy of at most `episodes` episodes with that score; None without one."""
-    return min((line["kl"] for line in lines if line["score"] >= score and line["episodes"] <= episodes), default=None)
-
-
-def best_judge(lines: Iterable[Line]) -> float | None:
-    """Return the judge's highest win rate within MAX_KL; None without a policy there."""
-    return max((line["judge"] for line in lines if line["kl"] <= MAX_KL), default=None)
-
-
-def cells(values: Iterable[float | None]) -> list[str]:
-    """Return numbers as cells of a table."""
-    return ["-" if value is None else f"{value:.2f}" for value in values]
+def kl_for(path: Sequence[Line], score: float) -> float | None:
+    """Return the KL at which a path first has a score, None if it does not: the root of KL is interpolated."""
+    root = np.sqrt([max(0.0, line["kl"]) for line in path])  # a sampled KL may be below 0
+    gaps = np.array([line["score"] - score for line in path])
+    kl = crossing(root, gaps)
+    return None if math.isinf(kl) else kl
 
 
 def table(lines: Sequence[Line]) -> list[str]:
-    """Return the KL at each target score, by recipe and seed, beside TRL's, the goals and the limit.
-
-    A recipe has up to three rows a seed: the policies of training, those of averaged weights, and all with those
-    between them and SFT.
-    """
-    columns = [f"{score:g}, {episodes} episodes" for score in TARGETS for episodes in EPISODES]
-    rows = [f"| held out: KL for score | {' | '.join(columns)} | best judge within {MAX_KL:g} nats |"]
-    rows.append("|---" * (len(columns) + 2) + "|")
-    for (recipe, seed), group in groupby(sorted(lines, key=_run), key=_run):
-        points = list(group)
-        trained = [line for line in points if "share" not in line]
-        averaged = [line for line in trained if "weights" in line]
-        plain = [line for line in trained if "weights" not in line]
-        for name, chosen in (("", plain), (", averaged", averaged), (", interpolated", points)):
-            if not chosen:
-                continue
-            found = [cheapest(chosen, score, episodes) for score in TARGETS for episodes in EPISODES]
-            rows.append(f"| {recipe}, seed {seed}{name} | {' | '.join(cells((*found, best_judge(chosen))))} |")
-    for name, known, judge in (("TRL 1.12, training", TRL, ""), ("goal", TARGETS, WIN_RATE), ("limit", LIMIT, "")):
-        figures = [f"{known[score]:g}" for score in TARGETS for _ in EPISODES]
-        rows.append(f"| {name} | {' | '.join(figures)} | {judge} |")
+    """Return the KL at each target score, by recipe, seeds and weights, beside TRL's, the goals and the limit."""
+    columns = [f"KL for {score:g}" for score in TARGETS]
+    rows = [f"| held out | {' | '.join(columns)} | best judge within {MAX_KL:g} nats | share: score, KL |"]
+    rows.append("|---" * (len(columns) + 3) + "|")
+    for (recipe, weights, seeds), path in paths(lines).items():
+        found = [kl_for(path, score) for score in TARGETS]
+        judge = max(line["judge"] for line in path if line["kl"] <= MAX_KL)
+        cells = ["-" if value is None else f"{value:.2f}" for value in (*found, judge)]
+        each = "; ".join(f"{line['share']:g}: {line['score']:.2f}, {line['kl']:.2f}" for line in path)
+        rows.append(f"| {title(recipe, weights, seeds)} | {' | '.join(cells)} | {each} |")
+    for name, known, goal in (("TRL 1.12, training", TRL, ""), ("goal", TARGETS, WIN_RATE), ("limit", LIMIT, "")):
+        rows.append(f"| {name} | {' | '.join(f'{known[score]:g}' for score in TARGETS)} | {goal} | |")
     return rows
 
 
-def _run(line: Line) -> tuple[str, int]:
-    return line["recipe"], line["seed"]
+def title(recipe: str, weights: str, seeds: str) -> str:
+    of = f"mean of seeds {seeds}" if " " in seeds else f"seed {seeds}"
+    return ", ".join([recipe, of, *["average"] * (weights == "average")])

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.curves import WINDOW, Curve, moving_means, paired, score_at
+from benchmarks.learning.curves import WINDOW, Curve, gains, moving_means, paired, score_at
+from benchmarks.learning.heldout import paths
 
 KLS, MAX_KL = (5, 10, 15), 16  # KLs of the score comparison, end of the figure's axis
 SYSTEMS = {"rlhf": "rlhf", "trl": "TRL 1.12"}
@@ -13,21 +14,22 @@ COLORS = ("#1f5fa8", "#2a8c4a", "#8a3fa0", "#b08000")  # of the recipes
 TRL, BEST = "#d1660a", "#444444"
 
 
-def summarize(curve: Curve) -> dict[str, Any]:
-    """Return the scores of a curve at the KLs and at its end."""
+def summarize(curve: Curve, sft_score: float) -> dict[str, Any]:
+    """Return the scores of a curve at the KLs and at its end, and its gains over SFT."""
     at = {kl: score_at(curve, kl) for kl in KLS}
     score, kl = moving_means(curve)[-1]
     return {
         "at": {str(kl): {"score": point.score, "reached": point.reached} for kl, point in at.items()},
         "end": {"score": score, "kl": kl},
+        "gains": gains(curve, sft_score),
     }
 
 
-def compare(ours: dict[int, Curve], trl: dict[int, Curve]) -> dict[str, Any]:
-    """Return the summary of each curve, and ours - TRL's at each KL over the common seeds."""
+def compare(ours: dict[int, Curve], trl: dict[int, Curve], best_of: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the summary of each curve, ours - TRL's at each KL over the common seeds, and `best_of`."""
     seeds = sorted(set(ours) & set(trl))
     curves = {
-        name: {str(seed): summarize(curve) for seed, curve in sorted(system.items())}
+        name: {str(seed): summarize(curve, best_of[0]["score"]) for seed, curve in sorted(system.items())}
         for name, system in (("rlhf", ours), ("trl", trl))
     }
     differences = {}
@@ -35,7 +37,7 @@ def compare(ours: dict[int, Curve], trl: dict[int, Curve]) -> dict[str, Any]:
         if seeds:
             pair = [[curves[name][str(seed)]["at"][kl]["score"] for seed in seeds] for name in ("rlhf", "trl")]
             differences[kl] = paired(*pair)._asdict() | {"seeds": seeds}
-    return {"window": WINDOW, "curves": curves, "ours_minus_trl": differences}
+    return {"window": WINDOW, "curves": curves, "ours_minus_trl": differences, "best_of": best_of}
 
 
 def kl_bound(n: int) -> float:
@@ -44,7 +46,7 @@ def kl_bound(n: int) -> float:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the tables of a comparison with `best_of`."""
+    """Return the tables of a comparison."""
     return "\n\n".join(["\n".join(lines) for lines in _tables(result)]) + "\n"
 
 
@@ -68,13 +70,20 @@ def _tables(result: dict[str, Any]) -> list[list[str]]:
         notes.append(f"The interval is the paired t interval over {n} seeds, {n - 1} degrees of freedom.")
     if not all_reached:
         notes.append("\\* never at that KL: the end (or start) of the curve is used instead.")
+    longest = max(len(curve["gains"]) for system in result["curves"].values() for curve in system.values())
+    columns = " | ".join(f"{1280 * number} episodes" for number in range(1, longest + 1))
+    gain = [f"| gain over SFT / root of KL | {columns} |", "|---" * (longest + 1) + "|"]
+    for name, label in SYSTEMS.items():
+        for seed, curve in result["curves"][name].items():
+            cells = [f"{value:.2f}" for value in curve["gains"]] + [""] * (longest - len(curve["gains"]))
+            gain.append(f"| {label}, seed {seed} | {' | '.join(cells)} |")
     best_of = ["| SFT, best of n | score | KL, at most |", "|---|---|---|"]
     best_of += [f"| {best['n']} | {best['score']:.2f} | {kl_bound(best['n']):.2f} |" for best in result["best_of"]]
-    return [lines for lines in (scores, notes, best_of) if lines]
+    return [lines for lines in (scores, notes, gain, best_of) if lines]
 
 
 def draw(lines: Sequence[dict[str, Any]], trl: dict[int, Curve], best_of: list[dict], path: Path) -> None:
-    """Draw score and judge's win rate over the KL of the held-out `lines` of each recipe."""
+    """Draw score and judge's win rate over KL: the held-out `lines`, TRL's training and SFT's best of n."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -83,8 +92,7 @@ def draw(lines: Sequence[dict[str, Any]], trl: dict[int, Curve], best_of: list[d
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
     for axis, key in ((left, "score"), (right, "judge")):
-        for color, recipe in zip(COLORS, sorted({line["recipe"] for line in lines}), strict=False):
-            _draw_recipe(axis, [line for line in lines if line["recipe"] == recipe], key, color)
+        _draw_paths(axis, paths(lines), key)
         axis.set(xlabel="KL from SFT, nats per response", xlim=(0, MAX_KL))
     for number, (_, curve) in enumerate(sorted(trl.items())):
         scores, kls = zip(*moving_means(curve), strict=True)
@@ -99,16 +107,18 @@ def draw(lines: Sequence[dict[str, Any]], trl: dict[int, Curve], best_of: list[d
     plt.close(figure)
 
 
-def _draw_recipe(axis: Any, lines: Sequence[dict[str, Any]], key: str, color: str) -> None:
-    """Draw the saved policies of each seed, averaged if they are, and dashed those between the last one and SFT."""
-    for number, seed in enumerate(sorted({line["seed"] for line in lines})):
-        of_seed = [line for line in lines if line["seed"] == seed]
-        last = max(line["episodes"] for line in of_seed)
-        weights = max(line.get("weights", "") for line in of_seed)
-        trained = [line for line in of_seed if "share" not in line and line.get("weights", "") == weights]
-        between = [line for line in of_seed if "share" in line and line["episodes"] == last]
-        recipe, label = lines[0]["recipe"], not number
-        for points, style, name in ((trained, "o-", recipe), (between, "--", f"{recipe}, interpolated")):
-            points = sorted(points, key=lambda line: line.get("share", line["episodes"]))
-            kls, values = [line["kl"] for line in points], [line[key] for line in points]
-            axis.plot(kls, values, style, color=color, markersize=3, linewidth=1.2, label=name if label else None)
+def _draw_paths(axis: Any, by_policy: dict[tuple[str, str, str], list[dict[str, Any]]], key: str) -> None:
+    """Draw a line for each seed's policies, dashed for averages, and a thick one for the mean of the seeds."""
+    recipes = sorted({recipe for recipe, *_ in by_policy})
+    labelled = set()
+    for (recipe, weights, seeds), path in by_policy.items():
+        name = recipe + ", average" * (weights == "average") + ", mean of seeds" * (" " in seeds)
+        axis.plot(
+            [line["kl"] for line in path],
+            [line[key] for line in path],
+            linestyle="--" if weights == "average" else "-",
+            linewidth=2.4 if " " in seeds else 1.0,
+            color=COLORS[recipes.index(recipe) % len(COLORS)],
+            label=None if name in labelled else name,
+        )
+        labelled.add(name)

@@ -1,7 +1,7 @@
 """Train one run per seed; an interrupted run resumes.
 
-SEED/curve.jsonl has the metrics of each update, SEED/points/NNN/policy the policy after NNN updates and, with
-ppo.average, SEED/points/NNN/average that of averaged weights, SEED/state the checkpoint (deleted at the end).
+SEED/curve.jsonl has the metrics of each update, SEED/state the checkpoint (deleted at the end), SEED/trained/policy the
+last policy and, with ppo.average, SEED/trained/average that of averaged weights.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.learning import curves
 from benchmarks.speed.workload import Reference, prompts
@@ -24,7 +24,7 @@ from rlhf_cli.ppo.scores import apply_penalties
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
 
-EPISODES, HELD_OUT, EVERY = 3840, 64, 320  # the policy and a checkpoint are saved every 320 episodes
+EPISODES, HELD_OUT, EVERY = 3840, 64, 320  # a checkpoint is saved every 320 episodes
 STOP, PAD, ROWS = 2, 0, 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The settings of trl_ppo.py; all others are our defaults.
@@ -85,15 +85,11 @@ def trainer(shared: Path, settings: PPOSettings, seed: int) -> PPOTrainer:
     return PPOTrainer(policy, load_policy(shared), value, {"reward": reward}, engine, settings, seed=seed)
 
 
-def finished(folder: Path, updates: int) -> bool:
-    return len(curves.read_lines(folder / "curve.jsonl")) == updates and not (folder / "state").exists()
-
-
 def run(shared: Path, folder: Path, settings: PPOSettings, seed: int, progress: Callable[[str], None]) -> None:
     """Train one seed in `folder`, or resume it."""
     updates, count = settings.num_updates(), settings.prompts_per_update
     every = max(1, EVERY // settings.episodes_per_update)
-    if finished(folder, updates):
+    if (folder / "trained").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     ppo = trainer(shared, settings, seed)
@@ -102,7 +98,6 @@ def run(shared: Path, folder: Path, settings: PPOSettings, seed: int, progress: 
     if (folder / "state").exists():
         ppo.load_state_dict(load_tree(folder / "state"))
     curves.truncate(folder / "curve.jsonl", ppo.updates)
-    tokenizer = AutoTokenizer.from_pretrained(shared / "models/reviews-sft")
     rows = prompts(Reference.shared(shared))[HELD_OUT:]
     random.Random(seed).shuffle(rows)
     while ppo.updates < updates:
@@ -112,18 +107,17 @@ def run(shared: Path, folder: Path, settings: PPOSettings, seed: int, progress: 
             file.write(json.dumps({"update": ppo.updates} | {key: round(v, 5) for key, v in stats.items()}) + "\n")
         score, kl = stats["objective/scores"], stats["objective/kl_k1"]
         progress(f"seed {seed}: update {ppo.updates} of {updates}, score {score:.2f}, KL {kl:.1f}")
-        if ppo.updates % every == 0 or ppo.updates == updates:
-
-            def save(place: Path) -> None:
-                tokenizer.save_pretrained(place / "policy")
-                ppo.policy.save_pretrained(place / "policy")
-                if settings.average:
-                    with ppo.averaged_policy():
-                        ppo.policy.save_pretrained(place / "average")
-
-            replace_folder(folder / "points" / f"{ppo.updates:03d}", save)
+        if ppo.updates % every == 0:
             replace_folder(folder / "state", lambda place: save_tree(place, ppo.state_dict()))
-    shutil.rmtree(folder / "state")
+
+    def save(place: Path) -> None:
+        ppo.policy.save_pretrained(place / "policy")
+        if settings.average:
+            with ppo.averaged_policy():
+                ppo.policy.save_pretrained(place / "average")
+
+    replace_folder(folder / "trained", save)
+    shutil.rmtree(folder / "state", ignore_errors=True)
 
 
 def best_of_n(shared: Path, path: Path, ns: list[int], samples: int, progress: Callable[[str], None]) -> list[dict]:

@@ -26,7 +26,6 @@ from without_packages import python
 
 from benchmarks import chain, fast_paths, gpu_check, placement, reward_models, scale
 from benchmarks.learning import __main__ as learning
-from benchmarks.learning import merging
 from benchmarks.memory import __main__ as memory
 from benchmarks.speed import __main__ as speed
 from benchmarks.speed import cli_time, floor, ours, reference, synthetic
@@ -136,7 +135,7 @@ def test_learning(shared, tmp_path, monkeypatch):
     out = tmp_path / "default"
     judge = lambda _: lambda texts: [float(len(text)) for text in texts]  # noqa: E731
     monkeypatch.setattr(learning.heldout.Evaluator, "judge", property(judge))
-    monkeypatch.setattr(learning.heldout, "SHARES", (0.5,))
+    monkeypatch.setattr(learning.heldout, "SHARES", (0.5, 1.0))
     assert run(monkeypatch, learning, *command) == 0
     text = (out / "learning.md").read_text()
     assert "| TRL 1.12, seed 0 | 2.50 | 5.00 | 7.50 | 9.00 | 18.0 |" in text  # interpolated means of five updates
@@ -145,12 +144,11 @@ def test_learning(shared, tmp_path, monkeypatch):
     monkeypatch.delattr(learning.train, "load_policy")  # a complete run is not repeated
     assert run(monkeypatch, learning, *command) == 0 and (out / "learning.md").read_text() == text
     lines = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
-    points = [(line["episodes"], line.get("weights"), line.get("share")) for line in lines]
-    assert points == [(128, None, None), (128, "average", None), (128, "average", 0.5)]
+    points = [(line["recipe"], line["seeds"], line["weights"], line["share"]) for line in lines]
+    assert points == [("default", "0", weights, share) for weights in ("policy", "average") for share in (0.5, 1.0)]
     for line in lines:
-        assert (line["recipe"], line["seed"], line["n"]) == ("default", 0, 8 * min(64, 2 * 60))
-        assert abs(line["kl"]) < 1 and 0 <= line["judge"] <= 1
-    assert len({line["kl"] for line in lines}) == 3 and "| default, seed 0, interpolated |" in text
+        assert line["n"] == 8 * min(64, 2 * 60) and abs(line["kl"]) < 1 and 0 <= line["judge"] <= 1
+    assert len({line["kl"] for line in lines}) == 4 and "| default, seed 0, average |" in text
 
 
 def test_the_recipes_differ_as_they_say():
@@ -159,54 +157,38 @@ def test_the_recipes_differ_as_they_say():
     assert learning.ppo_settings("frontier", ["kl_coef=0.3"]).kl_coef == 0.3
 
 
-def test_the_mean_of_several_policies():
+def test_the_mean_of_several_policies(tmp_path):
     models = [tiny.causal(seed=seed) for seed in (0, 1, 2)]
+    for seed, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(seed))
+    mean = learning.heldout.load_mean([tmp_path / str(seed) for seed in (0, 1, 2)])
     expected = [sum(weights) / 3 for weights in zip(*(model.parameters() for model in models), strict=True)]
-    mean = merging.mean_policy(models)
     assert all(torch.allclose(own, weight) for own, weight in zip(mean.parameters(), expected, strict=True))
 
 
-def test_the_average_of_a_seeds_snapshots(tmp_path):
-    """As ppo.average: the weights grow with the update at first, 1 to 2 to 3; later snapshots do not count."""
-    models = [tiny.causal(seed=seed) for seed in range(4)]
-    for number, model in enumerate(models, start=1):
-        model.save_pretrained(tmp_path / f"points/{5 * number:03d}/policy")
-    average = merging.seed_policy(tmp_path, update=15, decay=0.98)
-    last = merging.seed_policy(tmp_path, update=15, decay=None)
-    for own, only, *each in zip(*(model.parameters() for model in (average, last, *models)), strict=True):
-        assert torch.allclose(own, (each[0] + 2 * each[1] + 3 * each[2]) / 6, atol=1e-6)
-        assert torch.equal(only, each[2])
-
-
-def test_the_kl_of_a_score_between_the_shares_of_a_merged_policy():
+def test_the_kl_of_a_score_between_the_shares_of_a_policy():
     """The gain over SFT's -0.42 is proportional to the root of the KL here."""
     points = [(0.0, -0.42, 0.0, 0.5), (1.0, 1.58, 4.0, 0.7), (2.0, 3.58, 16.0, 0.9)]
-    lines = [dict(zip(("share", "score", "kl", "judge"), point, strict=True), seeds="0 1") for point in points]
-    assert [merging.kl_for(lines, score) for score in (0.58, 2.58, 4.0)] == [
+    key = {"recipe": "a", "seeds": "0 1", "weights": "average"}
+    lines = [dict(zip(("share", "score", "kl", "judge"), point, strict=True), **key) for point in points]
+    heldout = learning.heldout
+    assert [heldout.kl_for(lines, score) for score in (0.58, 2.58, 4.0)] == [
         pytest.approx(1.0),
         pytest.approx(9.0),
         None,
     ]
-    row = merging.table(lines)[-1]
-    assert row == "| 0 1 | 1.30 | 4.58 | 8.12 | 0.70 | 0: -0.42, 0.00; 1: 1.58, 4.00; 2: 3.58, 16.00 |"
-
-
-def test_the_cheapest_policy_of_a_recipe():
-    lines = [
-        {"recipe": "a", "seed": 0, "episodes": episodes, "score": score, "kl": kl, "judge": judge}
-        for episodes, score, kl, judge in (
-            (640, 0.5, 0.4, 0.6),
-            (1280, 0.9, 1.5, 0.7),
-            (3840, 0.8, 0.9, 0.8),
-            (7680, 1.8, 11, 0.95),
-        )
+    alone = [line | {"seeds": "1", "weights": "policy"} for line in lines[:2]]
+    rows = heldout.table([*reversed(lines), *alone])[2:4]
+    assert rows == [
+        "| a, seed 1 | 1.30 | - | - | 0.70 | 0: -0.42, 0.00; 1: 1.58, 4.00 |",
+        "| a, mean of seeds 0 1, average | 1.30 | 4.58 | 8.12 | 0.70 | 0: -0.42, 0.00; 1: 1.58, 4.00; 2: 3.58, 16.00 |",
     ]
-    lines.append(lines[-1] | {"share": 0.5, "score": 1.72, "kl": 4})
-    heldout = learning.heldout
-    assert [heldout.cheapest(lines, 0.72, n) for n in (640, 1280, 3840)] == [None, 1.5, 0.9]
-    rows = [row for row in heldout.table(lines) if row.startswith("| a, seed 0")]
-    assert rows[0] == "| a, seed 0 | 0.90 | 0.90 | - | 11.00 | - | - | 0.80 |"
-    assert rows[1] == "| a, seed 0, interpolated | 0.90 | 0.90 | - | 4.00 | - | - | 0.95 |"
+
+
+def test_the_gain_over_sft_for_each_root_of_kl():
+    """Of the last 10 of each 20 updates: (score + 0.4) / root of KL; an incomplete 20 counts for nothing."""
+    curve = [(9.0, 9.0)] * 10 + [(0.4, 1.0)] * 10 + [(9.0, 9.0)] * 10 + [(0.8, 1.0), (2.8, 7.0)] * 5 + [(9.0, 9.0)] * 19
+    assert learning.curves.gains(curve, -0.4) == pytest.approx([0.8, 1.1])
 
 
 @pytest.mark.slow
