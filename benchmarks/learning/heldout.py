@@ -140,11 +140,15 @@ def key_of(line: Line) -> tuple[Any, ...]:
 
 
 def paths(lines: Sequence[Line]) -> dict[tuple[str, str, str], list[Line]]:
-    """Return the lines of each policy, from SFT on, by (recipe, weights, seeds)."""
+    """Return the lines of each policy, from SFT on, by (recipe, weights, seeds), as a table has them."""
     result: dict[tuple[str, str, str], list[Line]] = {}
     for line in sorted(lines, key=lambda line: line["share"]):
         result.setdefault((line["recipe"], line["weights"], line["seeds"]), []).append(line)
-    return dict(sorted(result.items(), key=lambda item: (item[0][0], item[0][1] == "average", item[0][2])))
+    return dict(sorted(result.items(), key=lambda item: _order(*item[0])))
+
+
+def _order(recipe: str, weights: str, seeds: str) -> tuple[Any, ...]:
+    return recipe, weights == "average", " " in seeds, seeds
 
 
 def kl_for(path: Sequence[Line], score: float) -> float | None:

@@ -39,7 +39,7 @@ RUNS = {
     "docs/ci.md": "smoke runs/mine",
     "docs/commands.md": "runs/demo runs/first runs/mine runs/ci",
     "docs/evaluation.md": "runs/demo runs/seed0 runs/seed1 runs/seed2",
-    "docs/frontier.md": "runs/over",
+    "docs/frontier.md": "runs/over runs/second",
     "docs/labels.md": "runs/demo",
     "docs/quick-start.md": "runs/demo",
     "docs/recommended-policy.md": "runs/demo",
