@@ -12,6 +12,7 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 WINDOW = 5  # updates averaged
+GAIN_EVERY = 20  # updates
 T975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's t
 
 Curve = list[tuple[float, float]]
@@ -46,13 +47,13 @@ def score_at(curve: Curve, kl: float, window: int = WINDOW) -> AtKL:
     return AtKL(points[-1][0], False)
 
 
-def gains(curve: Curve, sft_score: float, every: int = 20, window: int = 10) -> list[float]:
-    """Return (score - SFT's) / root of KL after every `every` updates, of the means of the last `window` of them.
+def gains(curve: Curve, sft_score: float, window: int = 10) -> list[float]:
+    """Return (score - SFT's) / root of KL after every GAIN_EVERY updates, of the means of the last `window` of them.
 
     The highest possible score rises about like the root of KL, so this compares policies at different KL.
     """
     result = []
-    for end in range(every, len(curve) + 1, every):
+    for end in range(GAIN_EVERY, len(curve) + 1, GAIN_EVERY):
         score, kl = (mean(values) for values in zip(*curve[end - window : end], strict=True))
         result.append((score - sft_score) / math.sqrt(kl))
     return result

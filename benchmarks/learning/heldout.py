@@ -10,7 +10,7 @@ SFT's answer to the same prompt from the same seed.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import product
@@ -110,7 +110,6 @@ def evaluate_runs(shared: Path, out: Path, recipe: str, folders: Mapping[int, Pa
     """Evaluate what OUT/heldout.jsonl does not have yet, of each seed and of their mean; return all its lines."""
     file = out / "heldout.jsonl"
     lines = curves.read_lines(file)
-    known = {key_of(line): line for line in lines}
     groups = [[seed] for seed in folders]
     if len(folders) > 1:
         groups.append(list(folders))
@@ -119,24 +118,28 @@ def evaluate_runs(shared: Path, out: Path, recipe: str, folders: Mapping[int, Pa
         places = [folders[seed] / "trained" / weights for seed in seeds]
         if not places[0].exists():
             continue
-        for share in SHARES:
-            line: Line = {"recipe": recipe, "seeds": " ".join(map(str, seeds)), "weights": weights, "share": share}
-            if key_of(line) in known:
-                line = known[key_of(line)]
-            else:
-                progress(f"held out: {recipe}, seeds {line['seeds']}, {weights}, share {share:g}")
-                result = evaluator(shared).line(load_mean(places), share)
-                line |= {name: round(value, 4) for name, value in result.items()}
-                lines.append(line)
-                with file.open("a", encoding="utf-8") as output:
-                    output.write(json.dumps(line) + "\n")
-            if line["kl"] > MAX_KL:
-                break
+        policy = {"recipe": recipe, "seeds": " ".join(map(str, seeds)), "weights": weights}
+        for line in _new_lines(policy, places, lines, shared, progress):
+            lines.append(line)
+            with file.open("a", encoding="utf-8") as output:
+                output.write(json.dumps(line) + "\n")
     return lines
 
 
-def key_of(line: Line) -> tuple[Any, ...]:
-    return tuple(line[name] for name in ("recipe", "seeds", "weights", "share"))
+def _new_lines(
+    policy: Line, places: Sequence[Path], known: Sequence[Line], shared: Path, progress: Callable
+) -> Iterator[Line]:
+    """Yield the lines of a policy's shares that are not known yet, until the KL is above MAX_KL."""
+    for share in SHARES:
+        key = {**policy, "share": share}
+        line = next((line for line in known if key.items() <= line.items()), None)
+        if line is None:
+            progress("held out: " + ", ".join(f"{name} {value}" for name, value in key.items()))
+            result = evaluator(shared).line(load_mean(places), share)
+            line = key | {name: round(value, 4) for name, value in result.items()}
+            yield line
+        if line["kl"] > MAX_KL:
+            return
 
 
 def paths(lines: Sequence[Line]) -> dict[tuple[str, str, str], list[Line]]:

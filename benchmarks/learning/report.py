@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.curves import WINDOW, Curve, gains, moving_means, paired, score_at
+from benchmarks.learning.curves import GAIN_EVERY, WINDOW, Curve, gains, moving_means, paired, score_at
 from benchmarks.learning.heldout import paths
 
 KLS, MAX_KL = (5, 10, 15), 16  # KLs of the score comparison, end of the figure's axis
+UPDATE = 64  # episodes, also of TRL's recorded runs
 SYSTEMS = {"rlhf": "rlhf", "trl": "TRL 1.12"}
 COLORS = ("#1f5fa8", "#2a8c4a", "#8a3fa0", "#b08000")  # of the recipes
 TRL, BEST = "#d1660a", "#444444"
@@ -71,7 +72,7 @@ def _tables(result: dict[str, Any]) -> list[list[str]]:
     if not all_reached:
         notes.append("\\* never at that KL: the end (or start) of the curve is used instead.")
     longest = max(len(curve["gains"]) for system in result["curves"].values() for curve in system.values())
-    columns = " | ".join(f"{1280 * number} episodes" for number in range(1, longest + 1))
+    columns = " | ".join(f"{UPDATE * GAIN_EVERY * number} episodes" for number in range(1, longest + 1))
     gain = [f"| gain over SFT / root of KL | {columns} |", "|---" * (longest + 1) + "|"]
     for name, label in SYSTEMS.items():
         for seed, curve in result["curves"][name].items():
