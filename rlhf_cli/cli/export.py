@@ -39,6 +39,15 @@ def export(
             "--interpolate", "SHARE", "Export SFT + SHARE * (PPO - SFT), with 0 < SHARE <= 2; above 1 it is beyond PPO."
         ),
     ] = None,
+    merge: Annotated[
+        list[str] | None,
+        option(
+            "--merge",
+            "FOLDER=WEIGHT",
+            "Export a mean of weights: WEIGHT of FOLDER, a DPO or another PPO run from the same SFT model, the rest of "
+            "this policy. Repeatable.",
+        ),
+    ] = None,
     show_prompt: Annotated[
         bool, flag("--show-prompt", "Show a held-out prompt of your data in the model card.")
     ] = False,
@@ -69,5 +78,5 @@ def export(
     with system.translate_resource_errors(out or run):
         model_folder.run(
             run, out, options, stage=stage, step=step, dtype=dtype, repository=repository, show_prompt=show_prompt,
-            interpolate=interpolate,
+            interpolate=interpolate, merge=merge or (),
         )  # fmt: skip

@@ -260,6 +260,18 @@ def _has_comparable_template(parent: Parent, manifest: Manifest) -> bool:
 
 
 @dataclass(frozen=True)
+class MergedPolicy:
+    """Another policy in a weighted mean of weights; the policy itself has what the others leave of 1."""
+
+    model: Parent
+    weight: float
+
+    def __str__(self) -> str:
+        folder = self.model.path.resolve()
+        return f"{self.weight:g} of {folder.parent.name}/{folder.name}"
+
+
+@dataclass(frozen=True)
 class ResolvedModel:
     """A model of a finished stage; `model.model` is its folder, for an earlier step of PPO that of a snapshot."""
 
@@ -267,12 +279,18 @@ class ResolvedModel:
     step: int | None  # number of PPO updates
     last: bool  # the model is the stage's result, not a snapshot
     report: Report | None  # of RUN/eval, if it evaluated this model
+    merged: tuple[MergedPolicy, ...] = ()  # into its weights
     share: float | None = None  # of the way to it from the SFT model, if that is the policy to take
+
+    @property
+    def is_as_written(self) -> bool:
+        """Return True if it is the stage's result: no snapshot, and with the weights in the stage's folder."""
+        return self.last and self.share is None and not self.merged
 
     @property
     def is_recommended(self) -> bool:
         """Return True if this is the policy that the evaluation recommends."""
-        if self.report is None or self.report.recommended is None:
+        if self.report is None or self.report.recommended is None or self.merged:
             return False
         recommended = self.report.recommended
         if recommended.is_sft:
@@ -284,12 +302,14 @@ class ResolvedModel:
             return shown(self.model.path)
         was_stopped = self.last and self.model.manifest.model_is == "the best step"
         best = ", the best where the run was stopped" if was_stopped else ""
-        return f"{shown(self.model.path)} after update {self.step}{best}{self.place_of_share}"
+        return f"{shown(self.model.path)} after update {self.step}{best}{self.change_of_weights}"
 
     @property
-    def place_of_share(self) -> str:
-        """Return where a policy between SFT and PPO is as text; empty for any other model."""
-        return "" if self.share is None else f" at share {self.share:g} from its SFT model"
+    def change_of_weights(self) -> str:
+        """Return how its weights differ from those in its folder as text; empty if they do not."""
+        merged = f" merged with {' and '.join(map(str, self.merged))}" if self.merged else ""
+        share = "" if self.share is None else f" at share {self.share:g} from its SFT model"
+        return merged + share
 
 
 def resolve_model(run: Path, stage: str | None, step: str | None) -> ResolvedModel:

@@ -175,8 +175,8 @@ def resolve_policy(folder: Path, stage: str | None, step: str | None) -> ChatMod
     if parent.stage not in POLICY_STAGES:
         text = f"{shown(parent.path)} is a {parent.stage} model, which generates no text"
         raise RLHFError("C11", text, hint="omit --stage, or name sft, dpo or ppo; its scores are below each reply")
-    is_written = chosen.last and chosen.share is None
-    return ChatModel(parent.stage, parent, str(chosen), parent.sha256 if is_written else None, chosen.share)
+    sha256 = parent.sha256 if chosen.is_as_written else None
+    return ChatModel(parent.stage, parent, str(chosen), sha256, chosen.share)
 
 
 def run_config(model: Parent) -> PPOConfig:

@@ -58,9 +58,10 @@ def render_card(
     share = chosen.share
     run = _run_at(chosen, stages)
     points = []
-    if run.report:
+    if run.report and not chosen.merged:
         points = [run.report.without_choice(each) for each in run.report.interpolated or []]
-    if share is not None or run.report is None or stages[0].name not in run.report.models:
+    is_changed = share is not None or chosen.merged
+    if is_changed or run.report is None or stages[0].name not in run.report.models:
         run = replace(run, report=None)  # of other policies
 
     base = _hub_base(stages)

@@ -5,7 +5,7 @@ with the run's model before it is moved into place.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 
 from rlhf_cli import __version__, config, data, runs, system, terminal
 from rlhf_cli.commands.common.share import check_share, load_between
+from rlhf_cli.commands.export import merging
 from rlhf_cli.commands.export.card import Prompt, render_card
 from rlhf_cli.commands.export.comparison import logits, stored_rows, verify_export, with_random_rows
 from rlhf_cli.config.base import Options
@@ -51,24 +52,27 @@ def run(
     repository: Repository | None = None,
     show_prompt: bool = False,
     interpolate: float | None = None,
+    merge: Sequence[str] = (),
 ) -> None:
     """Export a model, push it if there is a repository, and print what was done.
 
-    With `interpolate`, a share, the model is SFT + share * (PPO - SFT) in the weights, of the last policy without a
-    `step`. The folder contains no local
-    paths and no pickles; without `out` it is a temporary folder in the run. Its card shows a text of the run's data, a
-    held-out prompt, only with `show_prompt`.
-    Raises RLHFError as `runs.resolve_model` does; C06 and C11 for `interpolate`, M01 and M10 if PPO's SFT model is
-    missing or was changed; C07 for an unknown `dtype`; C15 if `out` is not empty or in use; E03 if memory or disk do
-    not suffice; M12 if the exported logits or tokens differ; M01, M07, M08 if the model cannot be loaded; C05, C17 and
-    E07, before any work, if the repository cannot be pushed to; R17 if the push fails.
+    With `merge`, `FOLDER=WEIGHT` of other policies, the model is the weighted mean with them, and with `interpolate`, a
+    share, SFT + share * (PPO - SFT) in the weights; without a `step` both are of the last policy. The folder contains
+    no local paths and no pickles; without `out` it is a temporary folder in the run. Its card shows a text of the run's
+    data, a held-out prompt, only with `show_prompt`.
+    Raises RLHFError as `runs.resolve_model` does; C06 and C11 for `interpolate` and `merge`, C17 for policies of
+    different SFT models, M01 and M10 if PPO's SFT model is missing or was changed; C07 for an unknown `dtype`; C15 if
+    `out` is not empty or in use; E03 if memory or disk do not suffice; M12 if the exported logits or tokens differ;
+    M01, M07, M08 if the model cannot be loaded; C05, C17 and E07, before any work, if the repository cannot be pushed
+    to; R17 if the push fails.
     """
     resolved: list[ResolvedModel] = []
     checks: list[Callable[[], object]] = [partial(_check_dtype, dtype), partial(check_share, interpolate)]
     if out:
         checks.append(partial(runs.require_empty, out.resolve()))
-    step = LAST if step is None and interpolate is not None else step
-    checks.append(lambda: resolved.append(_resolve(folder, stage, step, interpolate)))
+    if step is None and (merge or interpolate is not None):
+        step = LAST
+    checks.append(lambda: resolved.append(_resolve(folder, stage, step, interpolate, merge)))
     if repository:
         checks.append(partial(hub.require_access, repository.name, public=repository.public))
     collect_errors(*checks)
@@ -93,17 +97,21 @@ def run(
     terminal.conclude(shown(out) if out else str(values["push"]["url"]), values)
 
 
-def _resolve(folder: Path, stage: str | None, step: str | None, share: float | None) -> ResolvedModel:
-    """Return the model of the command line; with a share one between it and the SFT model."""
+def _resolve(
+    folder: Path, stage: str | None, step: str | None, share: float | None, merge: Sequence[str]
+) -> ResolvedModel:
+    """Return the model of the command line, merged with others, and with a share between that and the SFT model."""
     chosen = runs.resolve_model(folder, stage, step)
-    if share is None:
+    if share is None and not merge:
         return chosen
     ppo = chosen.model
     if ppo.stage != "ppo":
-        text = f"--interpolate: {shown(ppo.path)} was written by the {ppo.stage} stage, and only PPO starts from SFT"
-        raise RLHFError("C11", text, hint="omit --interpolate")
-    runs.sft_of(ppo)
-    return replace(chosen, share=share)
+        option = "--merge" if merge else "--interpolate"
+        text = f"{option}: {shown(ppo.path)} was written by the {ppo.stage} stage, not by PPO"
+        raise RLHFError("C11", text, hint=f"omit {option}")
+    if share is not None:
+        runs.sft_of(ppo)
+    return replace(chosen, share=share, merged=merging.resolve_merged(ppo, merge))
 
 
 def held_out_prompt(run_folder: Path) -> Prompt:
@@ -142,14 +150,17 @@ def _write(
     with Progress("export", 4, "part") as bar:
         export_dtype = DTYPES[dtype] if dtype else load.read_config(source, trust).dtype or torch.float32
         dtype_name = str(export_dtype).removeprefix("torch.")
-        copies = 2 if chosen.share and not interpolation.scales_exactly(chosen.model) else 1
+        reads_sft = chosen.share is not None and not interpolation.scales_exactly(chosen.model)
+        copies = 2 if reads_sft or chosen.merged else 1
         _check_room(chosen.model, target, export_dtype, copies)
 
         tokenizer = tokenizers.load_tokenizer(source, trust_remote_code=trust)
-        if chosen.share is None:
-            model = load.load_unmerged(source, trust_remote_code=trust).eval()
-        else:
+        if chosen.merged:
+            model = merging.load_merged(chosen.model, chosen.merged, chosen.share, trust).eval()
+        elif chosen.share is not None:
             model = load_between(chosen.model, chosen.share, trust).eval()
+        else:
+            model = load.load_unmerged(source, trust_remote_code=trust).eval()
         bar.advance(note="loaded")
 
         stored = stored_rows(chosen.model, tokenizer)
@@ -169,7 +180,9 @@ def _write(
             bar.advance(note="loaded again")
 
     merged = " with its adapters merged" if chosen.model.base else ""
-    whose = "run's" if chosen.share is None else "interpolated"
+    whose = "run's"
+    if chosen.change_of_weights:
+        whose = "merged" if chosen.merged else "interpolated"
     equal = f"equals the {whose} model to {difference:.1e} of the largest logit" if difference else "is bit-identical"
     on = f"{len(stored)} stored rows and {len(rows) - len(stored)} rows of random tokens"
     terminal.out(f"export   {chosen}{merged}, {parameters:,} parameters in {dtype_name}{place}")
@@ -179,6 +192,7 @@ def _write(
         "stage": chosen.model.stage,
         "step": chosen.step,
         "share": chosen.share,
+        "merged": {shown(other.model.path): other.weight for other in chosen.merged},
         "parameters": parameters,
         "dtype": dtype_name,
         "difference": difference,
@@ -209,7 +223,7 @@ def _push(chosen: ResolvedModel, target: Path, repository: Repository) -> dict[s
 
     at = f" after PPO update {chosen.step}" if chosen.step is not None else ""
     run_name = chosen.model.path.resolve().parent.name
-    which = f"{chosen.model.stage} of run {run_name}{at}{chosen.place_of_share}"
+    which = f"{chosen.model.stage} of run {run_name}{at}{chosen.change_of_weights}"
     message = f"{which}, exported by rlhf-cli {__version__}"
     push = hub.push(target, repository.name, message, public=repository.public, bars=terminal.is_terminal(sys.stderr))
 
