@@ -93,7 +93,7 @@ def policies_row(run: Path, judge: str, kls: list[float]) -> list[str]:
         return [start, *((max(point.kl, 0.0), point.judges[judge].mean) for point in points)]
 
     shares = path([*(report.interpolated or []), models["ppo"]])
-    paths = [path(report.frontier), shares if len(shares) > 2 else []]
+    paths = [path(report.frontier or []), shares if len(shares) > 2 else []]
     points = [(name, models[key]) for key, name in POLICIES.items() if key in models]
     return [
         run.name,
