@@ -109,6 +109,8 @@ def _resolve(
         option = "--merge" if merge else "--interpolate"
         text = f"{option}: {shown(ppo.path)} was written by the {ppo.stage} stage, not by PPO"
         raise RLHFError("C11", text, hint=f"omit {option}")
+    if share is None:
+        share = chosen.share  # of the recommended policy
     if share is not None:
         runs.sft_of(ppo)
     return replace(chosen, share=share, merged=merging.resolve_merged(ppo, merge))

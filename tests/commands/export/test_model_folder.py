@@ -202,6 +202,9 @@ def test_a_recommended_policy_between_sft_and_ppo_is_built_by_default(
     same_bytes = [Path(name, "model.safetensors").read_bytes() for name in ("half", "default")]
     assert same_bytes[0] == same_bytes[1] and "recommends it: share 0.5 of" in Path("default/README.md").read_text()
 
+    with_itself = exported(copied, "--step", "recommended", "--merge", "run/ppo=0.4", out="with_itself")
+    assert same(logits(plain(with_itself)), logits(plain(Path("half")))), "it keeps the share"
+
     served = must_succeed(rlhf("serve", copied))
     export = served.stderr.splitlines()[-1].removeprefix("serve    first: ").split()
     assert export[:2] == ["rlhf", "export"] and export[-2:] == ["--step", "recommended"]
