@@ -101,6 +101,11 @@ class Manifest(StrictModel):
         """What is of another type than today's in a file that is as it was written; the object leaves it out."""
         return self._odd
 
+    @property
+    def start(self) -> ParentEntry | None:
+        """The model that the stage trained from: the SFT model, of PPO the reference; of SFT its base."""
+        return self.parents.get("models.sft") or self.parents.get("model.path")
+
     @cached_property
     def known_metrics(self) -> KnownMetrics:
         """The metrics that have a type; `metrics` has all."""

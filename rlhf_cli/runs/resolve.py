@@ -307,9 +307,13 @@ class ResolvedModel:
     @property
     def change_of_weights(self) -> str:
         """Return how its weights differ from those in its folder as text; empty if they do not."""
-        merged = f" merged with {' and '.join(map(str, self.merged))}" if self.merged else ""
-        share = "" if self.share is None else f" at share {self.share:g} from its SFT model"
-        return merged + share
+        text = ""
+        if self.merged:
+            others = " and ".join(str(other) for other in self.merged)
+            text += f" merged with {others}"
+        if self.share is not None:
+            text += f" at share {self.share:g} from its SFT model"
+        return text
 
 
 def resolve_model(run: Path, stage: str | None, step: str | None) -> ResolvedModel:

@@ -184,8 +184,7 @@ def _run_at(chosen: ResolvedModel, lineage: Sequence[Stage]) -> Run:
 def _hub_base(stages: Sequence[Stage]) -> str | None:
     """Return the base of the first stage's model if it is on the hub; PPO's reward model may have another."""
     for stage in stages:
-        parents = stage.manifest.parents
-        entry = parents.get("models.sft") or parents.get("model.path")
+        entry = stage.manifest.start
         is_reward_of_ppo = stage.name == "reward" and stage is not stages[0]
         if entry and entry.stage == FOREIGN and not is_reward_of_ppo:
             return entry.path if is_hub_id(entry.path) else None

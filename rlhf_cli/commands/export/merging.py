@@ -28,11 +28,10 @@ def resolve_merged(ppo: Parent, assignments: Sequence[str]) -> tuple[MergedPolic
         text = f"--merge: the weights sum to {total:g}, and the exported policy has what they leave of 1"
         raise RLHFError("C06", text, hint="lower them; --merge FOLDER=0.5 gives both the same weight")
 
-    sft = _sft_sha256(ppo)
     merged = []
     for folder, weight in weights:
         other = resolve_model(folder, stage=None, step=LAST).model
-        if other.stage not in POLICY_STAGES or _sft_sha256(other) != sft:
+        if other.stage not in POLICY_STAGES or not _have_one_start(ppo, other):
             text = f"--merge: {shown(other.path)} is not a policy trained from the SFT model of {shown(ppo.path)}"
             raise RLHFError("C17", text, hint="only policies that were trained from one SFT model can be merged")
         merged.append(MergedPolicy(other, weight))
@@ -51,11 +50,11 @@ def _parse(assignment: str) -> tuple[Path, float]:
     return Path(folder), weight
 
 
-def _sft_sha256(policy: Parent) -> str | None:
-    """Return the hash of the model that a policy was trained from."""
-    parents = policy.manifest.parents
-    start = parents.get("models.sft") or parents.get("model.path")
-    return start.sha256 if start else None
+def _have_one_start(ppo: Parent, other: Parent) -> bool:
+    """Return True if both were trained from the same model, by its hash."""
+    first = ppo.manifest.start
+    second = other.manifest.start
+    return first is not None and second is not None and first.sha256 == second.sha256
 
 
 def load_merged(ppo: Parent, merged: Sequence[MergedPolicy], share: float | None, trust_remote_code: bool) -> Any:

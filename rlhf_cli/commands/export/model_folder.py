@@ -223,15 +223,22 @@ def _push(chosen: ResolvedModel, target: Path, repository: Repository) -> dict[s
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     terminal.say(f"push     {system.format_bytes(size)} to {repository.name}")
 
-    at = f" after PPO update {chosen.step}" if chosen.step is not None else ""
-    run_name = chosen.model.path.resolve().parent.name
-    which = f"{chosen.model.stage} of run {run_name}{at}{chosen.change_of_weights}"
-    message = f"{which}, exported by rlhf-cli {__version__}"
-    push = hub.push(target, repository.name, message, public=repository.public, bars=terminal.is_terminal(sys.stderr))
+    message = _commit_message(chosen)
+    bars = terminal.is_terminal(sys.stderr)
+    push = hub.push(target, repository.name, message, public=repository.public, bars=bars)
 
     visibility = "private" if push.private else "public"
-    commit = f"commit {push.commit[:12]}" if push.changed else f"unchanged since commit {push.commit[:12]}"
-    terminal.out(f"push     {push.url} ({visibility}), {commit}")
+    since = "" if push.changed else "unchanged since "
+    terminal.out(f"push     {push.url} ({visibility}), {since}commit {push.commit[:12]}")
     if push.removed:
-        terminal.out(f"push     removed files of an older upload: {', '.join(push.removed)}")
+        names = ", ".join(push.removed)
+        terminal.out(f"push     removed files of an older upload: {names}")
     return asdict(push)
+
+
+def _commit_message(chosen: ResolvedModel) -> str:
+    """Return the title of the upload's commit: the stage, its run by name, the step and how the weights differ."""
+    run_name = chosen.model.path.resolve().parent.name
+    at = f" after PPO update {chosen.step}" if chosen.step is not None else ""
+    which = f"{chosen.model.stage} of run {run_name}{at}{chosen.change_of_weights}"
+    return f"{which}, exported by rlhf-cli {__version__}"
